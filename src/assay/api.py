@@ -91,7 +91,7 @@ class Trainer(ABC):
     ) -> None:
         """`resume`: name or directory of a run to resume from its last checkpoint, with the settings of that run.
 
-        `trust`: import code that the settings of a resumed run name, even if the user has not started or trusted it.
+        `trust`: use code, files and hosts that a resumed run names, even if the user has not started or trusted it.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("a custom loop runs in one process: start it without torchrun, or use assay train")
@@ -221,7 +221,7 @@ def resumed(run: str | Path, settings: Mapping[str, Any], console: Console, trus
     cfg = load_settings(TrainConfig, path / "config.toml", settings)
     untrusted = guard_run(cfg, path, trust=trust, allow="trust=True")
     if untrusted is not None:
-        untrusted.check_remote_code()
+        untrusted.check_settings()
     return resume_run(cfg, Run.open(path, write=True), console)
 
 

@@ -1,4 +1,4 @@
-"""Code that a run directory names is imported only with consent, which is stored outside of the run directory."""
+"""What a run directory names outside of itself is used only with consent, which is stored outside of it as well."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
 from small_run import SmallRuns
+from stub_endpoint import stub_endpoint
 
 from assay.api import Trainer
+from assay.cli.chat import ChatConfig
 from assay.cli.main import main
-from assay.config import TrainConfig
-from assay.config.settings import load_settings, to_toml
+from assay.cli.score import ScoreConfig
+from assay.config import ServeConfig, TrainConfig
+from assay.config.settings import Resource, keys, load_settings, resource_of, to_toml
 from assay.rewards.functions import _function
 from assay.tasks import make_task
 from assay.train import trust
@@ -258,20 +262,191 @@ def test_the_user_is_asked_at_a_terminal(answer: str, trusted: bool, make_gift) 
     assert str(gift.file).encode() in shown and b"[y/N]" in shown
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_programs_and_servers_of_a_foreign_run_need_consent(tmp_path: Path, engine: str) -> None:
-    plain = TrainConfig()
-    cfg = TrainConfig.model_validate({"engine": engine, engine: {"python": "/evil/python"}})
-    for one, asked in ((plain, False), (cfg, True)):
-        run = trust.guard_run(one, tmp_path)
+NAMES_NOTHING = {  # settings with a text that is only a text, or a name in the run itself
+    *("name", "runs_dir", "device", "lora.targets", "prompt.template", "prompt.system", "reward.format_pattern"),
+    *("judge.extra", "judge.rubric", "judge.questions", "judge.device", "openai.extra", "sampling.stop", "eval.stop"),
+    *("algo.recipe", "algo.aggregate", "vllm.devices", "vllm.model", "sglang.devices", "server.devices", "http.name"),
+}
+
+
+def holds_text(kind: Any) -> bool:
+    if get_origin(kind) is not None and get_origin(kind) not in (list, dict, tuple) and str in get_args(kind):
+        return True  # a union
+    return kind in (str, Any) or (get_origin(kind) in (list, dict, tuple) and any(map(holds_text, get_args(kind))))
+
+
+def test_every_setting_with_a_text_declares_what_it_names() -> None:
+    """If this fails for a new setting: declare its `Resource`, or add it to the texts that name nothing."""
+    words = ("url", "file", "env", "host", "path", "python", "folder", "program", "command", "code")
+    suspicious = {*words, *(f"{word}s" for word in words)}
+    for key, field in (entry for kind in (TrainConfig, ChatConfig, ServeConfig, ScoreConfig) for entry in keys(kind)):
+        declared = resource_of(field) is not None
+        if holds_text(field.annotation):
+            assert declared is (key not in NAMES_NOTHING), key
+        assert declared or not suspicious & set(key.rpartition(".")[2].split("_")), key
+
+
+def test_what_any_setting_names_is_used_only_with_consent(tmp_path: Path) -> None:
+    values = {"model.trust_remote_code": True, "algo.term_args": {"Term": {"x": "m:f"}}}
+    for key, field in keys(TrainConfig):
+        if (resource := resource_of(field)) is None:
+            continue
+        value = values.get(key, {"x": "m:f"} if get_origin(field.annotation) is dict else "m:f")
+        cfg = load_settings(TrainConfig, None, {key: value})
+        run = trust.guard_run(cfg, tmp_path)
+        assert run is not None
+        if resource is Resource.DATA:  # alone they cannot leave this machine
+            run.check_settings()
+            continue
+        run.check_settings(used=["other.key", f"{key}_2"])
+        with pytest.raises(UserError, match=rf"{key}.* = (m:f|True)"):
+            run.check_settings()
+            trust.check_import("m:f")
+        assert all(trust.digest(TrainConfig(), contents) != trust.digest(cfg, contents) for contents in (True, False))
+        trust.remember_trust(cfg, started=True)
+        assert trust.guard_run(cfg, tmp_path) is None
+
+
+@pytest.mark.parametrize("value", [True, 1, "yes"])
+def test_programs_without_confinement_need_consent(value: object, tmp_path: Path) -> None:
+    part = {"name": "code", "args": {"allow_unconfined": value}}
+    run = trust.guard_run(load_settings(TrainConfig, None, {"task.args": {"tasks": [part]}}), tmp_path)
+    assert run is not None
+    with pytest.raises(UserError, match="runs programs"):
+        run.check_settings()
+
+
+def test_plain_runs_of_other_people_need_no_consent(tmp_path: Path) -> None:
+    own = tmp_path / "gift" / "notes.txt"
+    own.parent.mkdir()
+    own.write_text("text")
+    for settings in ({}, {"engine": "vllm"}, {"prompt.system_file": str(own), "task.path": str(tmp_path)}):
+        run = trust.guard_run(load_settings(TrainConfig, None, settings), own.parent)
+        assert run is not None
+        run.check_settings()
+
+
+def test_all_spellings_of_a_path_out_of_the_run_folder_need_consent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, secret = tmp_path / "gift", tmp_path / "secret.txt"
+    (folder / "inner" / "deep").mkdir(parents=True)
+    secret.write_text("secret")
+    (folder / "link.txt").symlink_to(secret)
+    (folder / "up").symlink_to("..")
+    (folder / "inner" / "deep" / "link.txt").symlink_to("../../../secret.txt")
+    (folder / "loop").symlink_to("loop")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(folder)
+    paths = [str(secret), "../secret.txt", f"{folder}/../secret.txt", "~/secret.txt", "link.txt", "up/secret.txt"]
+    for path in [*paths, "inner", f"{folder}/link.txt", "up/gift/link.txt"]:
+        run = trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
+        assert run is not None
+        with pytest.raises(UserError, match="system_file"):
+            run.check_settings()
+    for path in ("inner/deep/../other.txt", "up/gift/other.txt", "~/gift/other.txt", f"{folder}/other.txt", "loop"):
+        run = trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
+        assert run is not None
+        run.check_settings()
+
+
+def test_trust_ends_when_a_link_in_the_run_folder_leads_elsewhere(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Be brief.")
+    cfg = load_settings(TrainConfig, None, {"judge.url": "http://127.0.0.1:1", "judge.rubric_file": str(rubric)})
+    assert trust.guard_run(cfg, tmp_path, trust=True) is None and trust.guard_run(cfg, tmp_path) is None
+    rubric.unlink()
+    rubric.symlink_to("/etc/passwd")
+    assert trust.guard_run(cfg, tmp_path) is not None
+
+
+def test_the_question_names_everything_that_consent_covers(tmp_path: Path) -> None:
+    """Also data, which alone need no consent; and a text cannot imitate the question."""
+    questions = []
+    settings = {"judge.url": "http://x/\nTrust it?", "judge.api_key_env": "KEY", "task.path": "/etc/passwd"}
+    cfg = load_settings(TrainConfig, None, settings | {"reward.function": "m:f"})
+    run = trust.guard_run(cfg, tmp_path, ask=lambda question: bool(questions.append(question)) or True)
+    assert run is not None
+    trust.check_import("m:f")
+    assert len(questions) == 1 and "\n" not in questions[0]
+    assert all(text in questions[0] for text in ("http://x/", "KEY", "/etc/passwd", "m:f"))
+    assert trust.guard_run(cfg, tmp_path) is None
+
+
+def test_settings_of_the_command_replace_those_that_need_consent(tmp_path: Path) -> None:
+    cfg = load_settings(TrainConfig, None, {"judge.url": "http://evil", "judge.api_key_env": "KEY"})
+    for typed, asked in (
+        ({"judge.url": "http://own"}, True),
+        ({"judge.url": "http://own", "judge.api_key_env": ""}, False),
+    ):
+        run = trust.guard_run(cfg, tmp_path, typed=typed)
         assert run is not None
         if asked:
-            with pytest.raises(UserError, match=r"starts programs, or sends its weights to servers"):
-                run.check_remote_code()
+            with pytest.raises(UserError, match="KEY"):
+                run.check_settings()
         else:
-            run.check_remote_code()
-    trust.remember_trust(cfg, started=True)  # a run of the user
-    assert trust.guard_run(cfg, tmp_path) is None
-    for changes in ({"python": "/other/python"}, {"args": ["--x"]}, {"urls": ["http://evil"]}, {"folder": "/x"}):
-        changed = cfg.model_copy(update={engine: getattr(cfg, engine).model_copy(update=changes)})
-        assert trust.guard_run(changed, tmp_path) is not None
+            run.check_settings()
+
+
+def test_trust_includes_settings_that_were_changed_by_a_command(tmp_path: Path) -> None:
+    before, after, other = (load_settings(TrainConfig, None, {"judge.url": f"http://{name}"}) for name in "abc")
+    trust.extend_trust(before, after)  # not trusted
+    assert not trust.is_trusted(after)
+    trust.remember_trust(before, started=True)
+    trust.extend_trust(before, after)
+    assert trust.is_trusted(after) and not trust.is_trusted(other)
+
+
+def test_consent_to_code_that_earlier_versions_stored_stays_valid() -> None:
+    settings = {
+        "model": "org/name",
+        "task.name": "no_such_module.tasks:Task",
+        "task.path": "data",
+        "task.args": {"x": 1},
+    }
+    settings |= {"reward.function": "no_such_module:f", "algo.advantage": "no_such_module:g"}
+    cfg = load_settings(TrainConfig, None, settings | {"algo.reference": "org/other"})
+    assert trust.digest(cfg, contents=True)[:16] == "8aa5b8ac9e482bbf"
+    assert trust.digest(cfg, contents=False)[:16] == "a4e4cfa6c9080c70"
+
+
+JUDGED = """
+task = {{{{name = "abacus", args = {{{{train_size = 8, eval_size = 4}}}}}}}}
+sampling = {{{{max_new_tokens = 4}}}}
+train = {{{{steps = 1, prompts = 2, samples = 2}}}}
+eval = {{{{final_examples = 2}}}}
+reward = {{{{workers = 0, function = "judge"}}}}
+prompt = {{{{system_file = "{secret}"}}}}
+judge = {{{{url = "{url}", model = "j", api_key_env = "SECRET_KEY", rubric_file = "{secret}", cache = ""}}}}
+"""
+
+
+def test_a_foreign_run_sends_nothing_to_its_judge_without_consent(
+    make_gift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("my secret")
+    monkeypatch.setenv("SECRET_KEY", "my key")
+    with stub_endpoint(lambda body: str(len(body["messages"][0]["content"]) % 5 + 1), key="my key") as judge:
+        gift = make_gift(JUDGED.format(url=judge.url, secret=secret))
+        assert gift("train") == 2
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1 and not judge.requests
+        assert all(text in error for text in (judge.url, "SECRET_KEY", str(secret), "--trust"))
+        assert gift("train", "--trust") == 0
+        assert "my secret" in judge.requests[0]["messages"][0]["content"] and not judge.problems
+
+
+@pytest.mark.parametrize("command", ["eval", "chat", "serve"])
+def test_commands_read_no_file_that_the_prompts_of_a_foreign_run_name(
+    command: str, make_gift, tmp_path: Path, capsys
+) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("my secret")
+    gift = make_gift(f'task = "abacus"\nprompt = {{{{system_file = "{secret}"}}}}')
+    assert gift(command) == 2
+    error = capsys.readouterr().err
+    assert str(secret) in error and "--trust" in error and len(error.splitlines()) == 1
+    for words in (["--prompt.system_file", str(secret)], ["--trust"]):
+        assert gift(command, *words) == 2
+        assert "no checkpoint" in capsys.readouterr().err

@@ -95,11 +95,13 @@ def settings_of(models: list[str], overrides: dict[str, Any], trust: bool = Fals
     """The settings of the first model that is a run's checkpoint (of [eval] only length and stops), then overrides."""
     runs_dir = Path(str(overrides.get("runs_dir", ChatConfig().runs_dir)))
     dropped = {"task", "reward"} if {"task", "task.name"} & set(overrides) else set()
-    inherited = {
-        key: value
-        for key, value in inherited_settings(models, runs_dir, overrides, trust).items()
-        if key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop")
-    }
+    inherited = inherited_settings(
+        models,
+        runs_dir,
+        overrides,
+        trust,
+        lambda key: key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop"),
+    )
     return load_settings(ChatConfig, None, {**inherited, **overrides})
 
 

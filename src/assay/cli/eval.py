@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trust", action="store_true", help="import Python code that the run's settings name")
+    parser.add_argument("--trust", action="store_true", help="use code, files and hosts that the run's settings name")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,21 +113,29 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     if args.split:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
-    inherited = inherited_settings(args.models, runs_dir, overrides, args.trust)
-    named = {"task", "task.name", "env", "env.name"}
-    if named & set(overrides):  # other problems, but the prompts are still those of training
-        inherited = {k: v for k, v in inherited.items() if k.startswith("prompt.") or k in KEPT}
+    other_problems = {"task", "task.name", "env", "env.name"} & set(overrides)
+    inherited = inherited_settings(
+        args.models,
+        runs_dir,
+        overrides,
+        args.trust,
+        lambda key: not other_problems or key.startswith("prompt.") or key in KEPT,  # prompts remain those of training
+    )
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
 
 
 def inherited_settings(
-    models: Sequence[str], runs_dir: Path, overrides: Mapping[str, Any], trust: bool = False
+    models: Sequence[str],
+    runs_dir: Path,
+    overrides: Mapping[str, Any],
+    trust: bool,
+    is_used: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """Settings of the first model that is a run's checkpoint, as dotted overrides.
+    """Settings of the first model that is a run's checkpoint, as dotted overrides; those whose key `is_used`.
 
-    Code that they name is imported only with the user's consent: `trust`, or naming it in `overrides`.
+    What they name needs the user's consent: `trust`, or naming it in `overrides`.
     """
-    from assay.train.trust import guard_run, strings
+    from assay.train.trust import guard_run
 
     for model in models:
         if model.startswith(PREFIX):
@@ -135,13 +143,16 @@ def inherited_settings(
             folder = find_run(name, runs_dir)
             cfg = run_settings(folder)
             warn_of_changes(cfg, folder)
-            guard_run(cfg, folder, typed=strings(dict(overrides)), trust=trust, ask=asker())
+            foreign = guard_run(cfg, folder, typed=overrides, trust=trust, ask=asker())
             tree = cfg.model_dump()
             for key in ("max_new_tokens", "stop"):
                 tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
             values = {f"{s}.{key}": value for s in INHERITED for key, value in tree[s].items()}
-            values = {key: value for key, value in values.items() if key not in NOT_INHERITED}
-            return values | {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
+            values |= {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
+            values = {key: value for key, value in values.items() if key not in NOT_INHERITED and is_used(key)}
+            if foreign is not None:
+                foreign.check_settings(values)
+            return values
     return {}
 
 

@@ -130,11 +130,13 @@ def settings_of(args: argparse.Namespace) -> ServeConfig:
     words += ["--http.allow_updates=true"] if args.allow_updates else []
     overrides: dict[str, Any] = parse_overrides([*args.overrides, *words])
     runs_dir = Path(str(overrides.get("runs_dir", ServeConfig().runs_dir)))
-    inherited = {
-        key: value
-        for key, value in inherited_settings([args.model], runs_dir, overrides, args.trust).items()
-        if key.startswith("prompt.") or key == "model.max_length"
-    }
+    inherited = inherited_settings(
+        [args.model],
+        runs_dir,
+        overrides,
+        args.trust,
+        lambda key: key.startswith("prompt.") or key == "model.max_length",
+    )
     cfg = load_settings(ServeConfig, None, {**inherited, **overrides})
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file:
         if "prompt.few_shot" in overrides:

@@ -32,7 +32,9 @@ LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="TOML file, e.g. configs/demo.toml")
     parser.add_argument("--resume", metavar="RUN", help="resume this run (name or folder) from its last checkpoint")
-    parser.add_argument("--trust", action="store_true", help="with --resume: import code that the run's settings name")
+    parser.add_argument(
+        "--trust", action="store_true", help="with --resume: use code, files and hosts that the run's settings name"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything and estimate memory; train nothing")
 
 
@@ -67,7 +69,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     from assay.runs import Run
     from assay.runs.files import write_text
     from assay.runs.resolve import find_run
-    from assay.train.trust import code_settings, guard_run, strings
+    from assay.train.trust import extend_trust, guard_run
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
     path = find_run(args.resume, runs_dir)
@@ -85,10 +87,10 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     if finished := describe_finished(path, before.train, cfg.train):
         console.note(finished)
         return 0
-    named = [overrides, *([code_settings(given)] if args.config else [])]  # by the user, in this command
-    foreign = guard_run(before, path, typed=strings(named), trust=args.trust, ask=asker())
-    if foreign is not None:
-        foreign.check_remote_code()
+    if not args.config:  # which the user has given, and which has the same settings
+        foreign = guard_run(before, path, typed=overrides, trust=args.trust, ask=asker())
+        if foreign is not None:
+            foreign.check_settings()
     console.announce(f"loading {cfg.model.source}")
     from assay.train.build import resume_run
 
@@ -96,6 +98,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         resumed = resume_run(cfg, opened, console)
         if is_main():
             write_text(path / "config.toml", to_toml(resumed.cfg))
+            extend_trust(before, resumed.cfg)
         return run_training(resumed, console)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, model_serializer
 
-from assay.config.settings import Below1, Count, Finite, Fraction, NonNegative, Positive, Section
+from assay.config.settings import Below1, Count, Data, Finite, Fraction, NonNegative, Positive, Resource, Section
 
 Bound = Annotated[float, Field(ge=0)]  # infinity means no bound
 
@@ -22,7 +22,7 @@ def name_or_function(value: Any) -> Any:
     raise ValueError("input should be a name, or the path of a function such as file.py:name")
 
 
-Function = Annotated[str | Callable[..., Any], PlainValidator(name_or_function)]
+Function = Annotated[str | Callable[..., Any], PlainValidator(name_or_function), Resource.CODE]
 
 
 class RecipeConfig(Section):
@@ -102,7 +102,7 @@ class ReferenceKLConfig(Section):
 
 
 class ReferenceConfig(Section):
-    reference: str = ""
+    reference: Data = ""
     """reference model of any size with the same tokenizer; empty: the policy at the start of reinforcement learning"""
     refresh_reference: Count = 0
     """replace the reference by the current policy every N steps; 0: never"""
@@ -152,9 +152,9 @@ class MinibatchConfig(Section):
 
 
 class TermsConfig(Section):
-    terms: list[str] = Field(default_factory=list)
+    terms: Annotated[list[str], Resource.CODE] = Field(default_factory=list)
     """your own loss terms, by path, e.g. ["my_terms.py:MyTerm"]: see docs/extending.md"""
-    term_args: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    term_args: Annotated[dict[str, dict[str, Any]], Resource.CODE] = Field(default_factory=dict)
     """settings of your own loss terms, by class name, e.g. algo.term_args.MyTerm.coef = 0.1"""
 
 

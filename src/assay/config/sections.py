@@ -11,7 +11,24 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from assay.config.algorithm import AlgoConfig
-from assay.config.settings import Above0, Below1, Count, Finite, Fraction, NonNegative, Positive, Section, Seed, Split
+from assay.config.settings import (
+    Above0,
+    Below1,
+    Code,
+    Count,
+    Data,
+    FilePath,
+    Finite,
+    Fraction,
+    Host,
+    NonNegative,
+    Positive,
+    Resource,
+    Section,
+    Seed,
+    Split,
+    Variable,
+)
 
 
 class ModelConfig(Section):
@@ -19,13 +36,13 @@ class ModelConfig(Section):
 
     short_form: ClassVar = "source"
 
-    source: str = ""
+    source: Data = ""
     """Hugging Face folder, hub id, GGUF file, run:NAME@STEP (@last, @best), or preset:NAME for a fresh small model"""
-    tokenizer: str = ""
+    tokenizer: Data = ""
     """tokenizer from another folder or hub id; for presets 'words' (the task's own words) or 'characters'"""
     max_length: Count = 0
     """longest prompt + completion in tokens; 0: the model's own maximum (presets: 512)"""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, Resource.PROGRAM] = False
     """run Python code that comes with a hub model; only for models you trust"""
 
 
@@ -47,11 +64,11 @@ class TaskConfig(Section):
 
     short_form: ClassVar = "name"
 
-    name: str = ""
+    name: Code = ""
     """name of the task, reasoning_gym:NAME, or your own as package.module:Name or file.py:Name"""
-    path: str = ""
+    path: Data = ""
     """folder or JSONL file with the data, or a hub id; empty: the task's default"""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Annotated[dict[str, Any], Resource.CODE] = Field(default_factory=dict)
     """arguments of the task, e.g. task.args.max_steps = 3"""
 
 
@@ -60,11 +77,11 @@ class EnvConfig(Section):
 
     short_form: ClassVar = "name"
 
-    name: str = ""
+    name: Code = ""
     """name of the environment, verifiers:ENV_ID, or your own as file.py:Name; guess and countdown_tries need no task"""
-    path: str = ""
+    path: Data = ""
     """folder or file that the environment reads; empty: the environment's default"""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Annotated[dict[str, Any], Resource.CODE] = Field(default_factory=dict)
     """arguments of the environment, e.g. env.args.tries = 3"""
     max_steps: Count = 0
     """truncate episodes after this many steps; 0: the environment's own limit"""
@@ -83,11 +100,11 @@ class PromptConfig(Section):
     """raw prompt with {question}, {examples}, {system} or any field of the problem"""
     system: str = ""
     """system message"""
-    system_file: str = ""
+    system_file: FilePath = ""
     """file to read the system message from"""
     few_shot: Count = 0
     """number of worked examples before each question; with few_shot_file, 0 means all examples of the file"""
-    few_shot_file: str = ""
+    few_shot_file: FilePath = ""
     """JSONL file of examples with question and solution columns; empty: examples come from the train split"""
 
 
@@ -114,9 +131,9 @@ class RewardConfig(Section):
     """correctness value of a wrong answer"""
     unparsable: Finite = 0.0
     """correctness value if no answer could be extracted"""
-    function: str = ""
+    function: Code = ""
     """instead of the task's judge: your own reward function as file.py:function, or 'judge': the model of [judge]"""
-    functions: list[str] = Field(default_factory=list)
+    functions: Annotated[list[str], Resource.CODE] = Field(default_factory=list)
     """several, added with reward.weights; 'task': the task's judge, 'judge': a model; the first decides accuracy"""
     weights: list[Finite] = Field(default_factory=list)
     """one weight per entry of reward.functions; empty: all 1"""
@@ -126,16 +143,16 @@ class RewardConfig(Section):
     """time limit in seconds for judging one answer"""
     sandbox: Literal["auto", "strict", "off"] = "auto"
     """confinement of judge processes; auto: strict for built-in judges, file and network access for your own code"""
-    pass_env: list[str] = Field(default_factory=list)
+    pass_env: Annotated[list[str], Resource.VARIABLE] = Field(default_factory=list)
     """environment variables passed to judge processes, e.g. ["OPENAI_API_KEY"]; most others are hidden"""
 
 
 class EndpointConfig(Section):
     """An OpenAI-compatible endpoint."""
 
-    url: str = ""
+    url: Host = ""
     """URL of the endpoint, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000; /v1 is added if it has no path"""
-    api_key_env: str = ""
+    api_key_env: Variable = ""
     """environment variable with the API key; empty: no key"""
     max_concurrent: Positive = 16
     """maximum number of requests at the same time"""
@@ -152,17 +169,17 @@ class JudgeConfig(EndpointConfig):
 
     kind: Literal["llm", "reward_model"] = "llm"
     """llm: a language model that is asked; reward_model: a sequence-classification model whose output is the score"""
-    model: str = ""
+    model: Data = ""
     """name of the model at the endpoint; reward_model without judge.url: folder or hub id of the model"""
     rubric: str = ""
     """what is judged, in words; the model gives a score from 1 to judge.scale"""
-    rubric_file: str = ""
+    rubric_file: FilePath = ""
     """file to read the rubric from"""
     scale: Annotated[int, Field(ge=2, le=100)] = 5
     """highest score; up to 9, the expected score is computed from token probabilities"""
     questions: list[str] = Field(default_factory=list)
     """yes/no questions instead of a rubric; the reward is the mean probability of yes"""
-    template_file: str = ""
+    template_file: FilePath = ""
     """file with the request to the judge, with {rubric} or {check}, {question}, {answer}, {gold}; empty: the default"""
     threshold: Finite = 0.5
     """an answer with at least this reward is counted as correct"""
@@ -172,7 +189,7 @@ class JudgeConfig(EndpointConfig):
     """maximum tokens of the model's reply; more for a template that asks for reasoning before the score"""
     temperature: NonNegative = 0.0
     """sampling temperature of the judge"""
-    cache: str = "~/.cache/assay/judge"
+    cache: FilePath = "~/.cache/assay/judge"
     """folder in which replies are stored, so that the same request is never paid for twice; empty: no cache"""
     label: Count = 0
     """reward_model: index of the model's output that is the score"""
@@ -186,7 +203,7 @@ class JudgeConfig(EndpointConfig):
     """reward_model: map the result to 0 to 1"""
     api: Literal["classify", "pooling", "sglang"] = "classify"
     """reward_model with judge.url: classify of vLLM or assay serve, pooling of vLLM, or sglang: /classify of SGLang"""
-    tokenizer: str = ""
+    tokenizer: Data = ""
     """reward_model with judge.url: folder or hub id of its tokenizer, to send token ids; empty: send messages"""
     device: str = "auto"
     """reward_model without judge.url: device of its process: auto, cpu, cuda or cuda:N"""
@@ -205,7 +222,7 @@ class ReplayConfig(Section):
     """drop groups that were sampled more than this many steps ago; 0: never"""
     with_replacement: bool = False
     """allow a group to be drawn several times in one step"""
-    load: str = ""
+    load: Data = ""
     """folder of a saved buffer to start from: written by ReplayBuffer.save, or replay/ of a checkpoint"""
 
 
@@ -334,7 +351,7 @@ class SftConfig(Section):
     """steps of linear warm-up"""
     weight_decay: NonNegative = 0.0
     """decoupled weight decay, as in optim.weight_decay"""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Annotated[dict[str, Any], Resource.CODE] = Field(default_factory=dict)
     """task arguments that differ for the worked solutions, e.g. sft.args.noise = 0.3"""
 
 
@@ -407,7 +424,7 @@ class SaveConfig(Section):
 class LogConfig(Section):
     """Metric trackers in addition to the run directory."""
 
-    wandb: str = ""
+    wandb: Host = ""
     """Weights & Biases project; empty: off"""
     tensorboard: bool = False
     """write TensorBoard files into the run directory"""
@@ -439,7 +456,7 @@ class EngineConfig(Section):
     short_form: ClassVar = "name"
     renamed: ClassVar = {"lend": "sleep_while_training"}
 
-    name: Annotated[str, AfterValidator(check_engine_name)] = "auto"
+    name: Annotated[Code, AfterValidator(check_engine_name)] = "auto"
     """auto: native for the families it has, hf for others; assay, vllm, sglang, openai: servers; own: file.py:name"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
@@ -469,7 +486,7 @@ def check_trains(name: str) -> str:
 class TrainingEngineConfig(EngineConfig):
     """The generation engine. `engine = "NAME"` is short for `engine.name`."""
 
-    name: Annotated[str, AfterValidator(check_engine_name), AfterValidator(check_trains)] = "auto"
+    name: Annotated[Code, AfterValidator(check_engine_name), AfterValidator(check_trains)] = "auto"
     """auto: native for the families it has, hf for others; assay, vllm, sglang: servers; own: file.py:function"""
 
 
@@ -487,13 +504,13 @@ class OpenAIConfig(EndpointConfig):
 class VLLMConfig(Section):
     """vLLM servers, for engine.name = "vllm"."""
 
-    urls: list[str] = Field(default_factory=list)
+    urls: Annotated[list[str], Resource.HOST] = Field(default_factory=list)
     """running servers, e.g. ["http://127.0.0.1:8000"]; empty: start servers on this host and stop them at the end"""
     servers: Positive = 1
     """number of servers to start"""
-    python: str = ""
+    python: Annotated[str, Resource.PROGRAM] = ""
     """Python interpreter of an environment with vLLM, to start servers; empty: the current one"""
-    args: list[str] = Field(default_factory=list)
+    args: Annotated[list[str], Resource.PROGRAM] = Field(default_factory=list)
     """more arguments of the servers to start, e.g. ["--tensor-parallel-size", "2"]"""
     devices: list[str] = Field(default_factory=list)
     """CUDA_VISIBLE_DEVICES of each server to start, e.g. ["1", "2,3"]; empty: the trainer's GPU"""
@@ -505,7 +522,7 @@ class VLLMConfig(Section):
     """time limit in seconds for the start of a server"""
     model: str = ""
     """name of the policy on the servers in urls; empty: the first model that they list"""
-    api_key_env: str = ""
+    api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls"""
     timeout_s: NonNegative = 0.0
     """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
@@ -515,9 +532,9 @@ class VLLMConfig(Section):
     """send a seed with every sample; false: faster on GPUs, where vLLM draws the noise of seeded samples one by one"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
     """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
-    folder: str = ""
+    folder: FilePath = ""
     """folder for weights that trainer and servers share; empty: a temporary one on this host"""
-    nccl_host: str = "127.0.0.1"
+    nccl_host: Host = "127.0.0.1"
     """address of the trainer's host, as seen by the servers, for the transport nccl"""
     sleep_level: Literal[1, 2] = 1
     """for engine.sleep_while_training. 1: move weights to CPU memory; 2: drop them, until the next weight update"""
@@ -526,13 +543,13 @@ class VLLMConfig(Section):
 class SGLangConfig(Section):
     """SGLang servers, for engine.name = "sglang"."""
 
-    urls: list[str] = Field(default_factory=list)
+    urls: Annotated[list[str], Resource.HOST] = Field(default_factory=list)
     """running servers, e.g. ["http://127.0.0.1:30000"]; empty: start servers on this host and stop them at the end"""
     servers: Positive = 1
     """number of servers to start"""
-    python: str = ""
+    python: Annotated[str, Resource.PROGRAM] = ""
     """Python interpreter of an environment with SGLang, to start servers; empty: the current one"""
-    args: list[str] = Field(default_factory=list)
+    args: Annotated[list[str], Resource.PROGRAM] = Field(default_factory=list)
     """more arguments of the servers to start, e.g. ["--tp-size", "2"]"""
     devices: list[str] = Field(default_factory=list)
     """CUDA_VISIBLE_DEVICES of each server to start, e.g. ["1", "2,3"]; empty: the trainer's GPU"""
@@ -542,7 +559,7 @@ class SGLangConfig(Section):
     """port of the first server to start; the next ones follow; 0: any free port"""
     start_timeout_s: Above0 = 600.0
     """time limit in seconds for the start of a server"""
-    api_key_env: str = ""
+    api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls (their --admin-api-key, if they have one)"""
     timeout_s: NonNegative = 0.0
     """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
@@ -552,9 +569,9 @@ class SGLangConfig(Section):
     """start servers with deterministic inference, in which seeds have an effect; slower"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
     """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
-    folder: str = ""
+    folder: FilePath = ""
     """folder for weights that trainer and servers share; empty: a temporary one on this host"""
-    nccl_host: str = "127.0.0.1"
+    nccl_host: Host = "127.0.0.1"
     """address of the trainer's host, as seen by the servers, for the transport nccl"""
     keep_weights: bool = True
     """for engine.sleep_while_training: keep a copy in CPU memory; false: drop weights until the next weight update"""
@@ -563,7 +580,7 @@ class SGLangConfig(Section):
 class ServerConfig(Section):
     """`assay serve` processes, for engine.name = "assay"."""
 
-    urls: list[str] = Field(default_factory=list)
+    urls: Annotated[list[str], Resource.HOST] = Field(default_factory=list)
     """running servers, e.g. ["http://127.0.0.1:8000"]; empty: start servers on this host and stop them at the end"""
     servers: Positive = 1
     """number of servers to start"""
@@ -573,7 +590,7 @@ class ServerConfig(Section):
     """port of the first server to start; the next ones follow; 0: any free port"""
     start_timeout_s: Above0 = 300.0
     """time limit in seconds for the start of a server"""
-    api_key_env: str = ""
+    api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls"""
     timeout_s: NonNegative = 0.0
     """fail if a server sends nothing for this many seconds; 0: wait without a limit"""
@@ -581,7 +598,7 @@ class ServerConfig(Section):
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     transport: Literal["auto", "folder", "ipc"] = "auto"
     """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
-    folder: str = ""
+    folder: FilePath = ""
     """folder for weights that trainer and servers share; empty: a temporary one on this host"""
 
 
@@ -653,11 +670,11 @@ class MeasureConfig(Section):
 class HttpConfig(Section):
     """The HTTP server of `assay serve`."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """address to listen on; other addresses than those of this machine need http.api_key_env"""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """port to listen on; 0: any free one, which is printed"""
-    api_key_env: str = ""
+    api_key_env: Variable = ""
     """environment variable with the API key that clients must send; empty: no key"""
     name: str = ""
     """name of the model in requests; empty: the model as given on the command line"""

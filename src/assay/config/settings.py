@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from assay.config.foreign import PRIMARY, explain_foreign, nearest_foreign
 from assay.types import UserError, closest, unknown_name
@@ -26,6 +28,28 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Split = Literal["train", "validation", "test"]
+
+
+class Resource(Enum):
+    """What a setting names. In runs of other people, its use needs the user's consent (`train/trust.py`)."""
+
+    CODE = "imports Python code"
+    PROGRAM = "runs programs, or code that comes with a model"
+    HOST = "sends data to hosts"
+    VARIABLE = "passes on environment variables"
+    FILE = "uses files outside of its folder"
+    DATA = "reads data or models outside of its folder"  # alone, they need no consent: nothing leaves this machine
+
+
+Code = Annotated[str, Resource.CODE]
+Host = Annotated[str, Resource.HOST]
+Variable = Annotated[str, Resource.VARIABLE]
+FilePath = Annotated[str, Resource.FILE]
+Data = Annotated[str, Resource.DATA]  # a path, or an id of the Hugging Face hub
+
+
+def resource_of(field: FieldInfo) -> Resource | None:
+    return next((entry for entry in field.metadata if isinstance(entry, Resource)), None)
 
 
 class Section(BaseModel):

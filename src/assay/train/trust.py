@@ -1,10 +1,10 @@
-"""Code that a run directory names is imported only with the user's consent.
+"""What the settings of a run name outside of its folder is used only with the user's consent.
 
-The config.toml of a run can name Python code (tasks, environments, rewards, losses, engines) and programs (servers of
-an engine), and a run directory may come from anyone. Consent is stored in the user's state directory, never in the run
-directory: one file for each combination of the settings that reach code, the paths of the files that they name, and the
-content of these files. Runs that the user started are stored by settings and paths alone, so that users can edit their
-own files.
+A run directory may come from anyone, and its config.toml can name Python code, programs, hosts, environment variables
+and files. The fields of the settings declare which of these they name (`Resource`). Consent is stored in the user's
+state directory, never in the run directory: one file for each combination of the settings that name something, the
+paths of the files, and the content of code. Runs that the user started are stored by settings and paths of code alone,
+so that users can edit their own files.
 """
 
 from __future__ import annotations
@@ -12,47 +12,65 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import reduce
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from assay.config import TrainConfig
+from assay.config.settings import Resource, keys, resource_of
 from assay.rewards import importing
 from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
 
-SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of engines that are programs or servers
+PATHS = (Resource.FILE, Resource.DATA)
+NOT_CHECKED_AT_START = (Resource.CODE, Resource.DATA)  # code is checked when it is imported
+UNCONFINED = "allow_unconfined"  # argument of tasks with which programs that a model wrote can do anything
 Ask = Callable[[str], bool]  # asks the user a yes-or-no question
 
-_unconfirmed: list[RunCode] = []  # runs whose code may not be imported yet
+_unconfirmed: list[ForeignRun] = []  # runs whose code may not be imported yet
 
 
-class RunCode:
-    """The code that the settings of one run directory name."""
+class Named(NamedTuple):
+    """Something that a setting names."""
 
-    def __init__(self, cfg: TrainConfig, folder: Path, typed: Iterable[str], ask: Ask | None, allow: str) -> None:
+    key: str
+    resource: Resource
+    text: str
+
+
+class ForeignRun:
+    """A run directory that the user has neither started nor trusted."""
+
+    def __init__(self, cfg: TrainConfig, folder: Path, typed: Mapping[str, Any], ask: Ask | None, allow: str) -> None:
         self.folder = folder
-        self._cfg, self._ask, self._allow = cfg, ask, allow
-        named = {importing.normalized(text) for text in code_names(cfg)}
-        self._named = named - {importing.normalized(text) for text in typed}
+        self._cfg, self._typed, self._ask, self._allow = cfg, typed, ask, allow
+        code = {importing.normalized(text) for text in code_names(cfg)}
+        self._code = code - {importing.normalized(text) for _, text in leaves("", dict(typed))}
 
-    def check(self, path: str) -> None:
+    def check_import(self, path: str) -> None:
         """Raise unless the user consents to the import of this object."""
-        if importing.normalized(path) in self._named:
-            self._confirm(f"imports Python code, {describe(path)}")
+        if importing.normalized(path) in self._code:
+            self._confirm()
 
-    def check_remote_code(self) -> None:
-        if self._cfg.model.trust_remote_code:
-            self._confirm("runs Python code that comes with its model (model.trust_remote_code)")
-        if uses_servers(self._cfg):
-            self._confirm("starts programs, or sends its weights to servers, that its settings name")
+    def check_settings(self, used: Iterable[str] | None = None) -> None:
+        """Raise unless the user consents to the programs, hosts, environment variables and files that settings name.
 
-    def _confirm(self, what: str) -> None:
+        `used`: keys of the settings that the command uses; None: all of them.
+        """
+        for entry in named_outside(self._cfg, self.folder):
+            if entry.resource in NOT_CHECKED_AT_START or is_within(entry.key, self._typed):
+                continue
+            if used is None or is_within(entry.key, used):
+                return self._confirm()
+
+    def _confirm(self) -> None:
+        what = describe(self._cfg, self.folder)
         if self._ask is None or not self._ask(f"{self.folder} {what}. Trust it?"):
-            raise UserError(f"{self.folder} {what}: read it, and allow it with {self._allow} if you trust it")
+            raise UserError(f"{self.folder} {what}: read its config.toml, and add {self._allow} if you trust it")
         remember_trust(self._cfg)
         remove_guard(self.folder)
 
@@ -61,11 +79,11 @@ def guard_run(
     cfg: TrainConfig,
     folder: Path,
     *,
-    typed: Iterable[str] = (),
+    typed: Mapping[str, Any] | None = None,
     trust: bool = False,
     ask: Ask | None = None,
     allow: str = "--trust",
-) -> RunCode | None:
+) -> ForeignRun | None:
     """From now on, ask before importing code that the settings of this run name. None: the user has consented already.
 
     `typed`: settings of the current command, which imply consent. `allow`: the option that the error message suggests.
@@ -75,7 +93,7 @@ def guard_run(
         remember_trust(cfg)
     if trust or is_trusted(cfg):
         return None
-    run = RunCode(cfg, folder, typed, ask, allow)
+    run = ForeignRun(cfg, folder, typed or {}, ask, allow)
     _unconfirmed.append(run)
     importing.guard = check_import
     return run
@@ -87,18 +105,27 @@ def remove_guard(folder: Path) -> None:
 
 def check_import(path: str) -> None:
     for run in list(_unconfirmed):
-        run.check(path)
+        run.check_import(path)
 
 
 def remember_trust(cfg: TrainConfig, started: bool = False) -> None:
     """Store that the user trusts a run with these settings, or has `started` it."""
-    names = list(code_names(cfg))
-    if not names and not cfg.model.trust_remote_code and not uses_servers(cfg):
+    entries = [entry for entry in named_in(cfg) if entry.resource is not Resource.DATA]
+    if not entries:
         return
     with suppress(OSError, RuntimeError):  # without a home directory, the user is asked again
         file = trust_file(cfg, contents=not started)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file.write_text("".join(f"{describe(name)}\n" for name in names), encoding="utf-8", errors="backslashreplace")
+        text = "".join(f"{show(entry)}\n" for entry in entries)
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def extend_trust(before: TrainConfig, after: TrainConfig) -> None:
+    """Trust in a run covers the settings that the user has changed in a command."""
+    for contents in (True, False):
+        with suppress(OSError, RuntimeError):
+            if trust_file(before, contents).is_file():
+                remember_trust(after, started=not contents)
 
 
 def is_trusted(cfg: TrainConfig) -> bool:
@@ -115,11 +142,15 @@ def trust_file(cfg: TrainConfig, contents: bool) -> Path:
 
 
 def digest(cfg: TrainConfig, contents: bool) -> str:
-    """A hash of all settings that reach code, and of the paths, or `contents`, of the files that they name."""
+    """A hash of all settings that name something, of the paths of code, and of its `contents` and all other paths."""
+    settings = code_settings(cfg)
+    entries = list(named_in(cfg))
+    if any(entry.resource not in NOT_CHECKED_AT_START for entry in entries):  # else as in records of earlier versions
+        settings["named"] = [[entry.key, entry.text, location(entry) if contents else ""] for entry in entries]
     files = {
         name: [str(file := code_file(name)), content_hash(file) if contents else "any"] for name in code_names(cfg)
     }
-    text = json.dumps([code_settings(cfg), files], sort_keys=True)
+    text = json.dumps([settings, files], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -135,40 +166,85 @@ def code_settings(cfg: TrainConfig) -> dict[str, Any]:
         chosen["rewards"] = cfg.reward.functions
     if ":" in cfg.engine.name:  # else it is left out, as in the records of versions without engines by path
         chosen["engine"] = cfg.engine.name
-    if uses_servers(cfg):
-        chosen["servers"] = getattr(cfg, SERVER_SECTIONS[cfg.engine.name]).model_dump(mode="json")
-    if cfg.model.trust_remote_code:
-        chosen["model"] = cfg.model.model_dump(mode="json")
     return chosen
 
 
-def uses_servers(cfg: TrainConfig) -> bool:
-    """Whether the run starts programs that its settings name, or sends its weights to servers."""
-    return cfg.engine.name in SERVER_SECTIONS
+def named_in(cfg: TrainConfig) -> Iterator[Named]:
+    """Everything that the settings name; default values name nothing."""
+    default = TrainConfig()
+    for key, field in keys(TrainConfig):
+        resource = resource_of(field)
+        value, usual = (reduce(getattr, key.split("."), settings) for settings in (cfg, default))
+        if resource is None or value == usual:
+            continue
+        for path, text in leaves(key, value):
+            if resource is Resource.CODE and path.endswith(f".{UNCONFINED}"):
+                yield Named(path, Resource.PROGRAM, text)
+            elif resource is Resource.CODE and not is_code(text):  # a path among the arguments, or a plain name
+                yield Named(path, Resource.DATA, text)
+            else:
+                yield Named(path, resource, text)
 
 
-def code_names(cfg: TrainConfig) -> Iterator[str]:
-    """Every string in these settings that has the form of a path to an object: file.py:name or package.module:name."""
-    chosen = code_settings(cfg) | {"model": None, "servers": None}
-    return (text for text in strings(chosen) if ":" in text.strip(":") and not is_data_set(text))
+def leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """All values in a setting as texts, with their keys, except empty ones, 0 and false."""
+    if isinstance(value, dict | list | tuple):
+        for name, below in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(f"{key}.{name}", below)
+    elif value and isinstance(value, str | int | float):
+        yield key, str(value)
 
 
-def is_data_set(text: str) -> bool:
-    """Whether this names a data set of reasoning-gym, and is not a path that only begins like one."""
-    return text.startswith(REASONING_GYM) and text.removeprefix(REASONING_GYM).isidentifier()
+def code_names(cfg: TrainConfig) -> list[str]:
+    return [entry.text for entry in named_in(cfg) if entry.resource is Resource.CODE]
 
 
-def strings(tree: Any) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from strings(value)
+def is_code(text: str) -> bool:
+    """Whether this has the form of a path to an object: file.py:name or package.module:name."""
+    data_set = text.startswith(REASONING_GYM) and text.removeprefix(REASONING_GYM).isidentifier()
+    return ":" in text.strip(":") and not data_set
 
 
-def describe(path: str) -> str:
-    file = code_file(path)
-    return f"{path} ({file})" if file is not None else path
+def named_outside(cfg: TrainConfig, folder: Path) -> Iterator[Named]:
+    """Everything that the settings name, except what is in the run folder, and data that are not on this machine."""
+    for entry in named_in(cfg):
+        if entry.resource not in PATHS or ((path := location(entry)) and leads_outside(Path(path), folder)):
+            yield entry
+
+
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Whether a path is outside of a folder, or is a folder in it with links that lead outside."""
+    inner = os.path.realpath(folder)
+    if not path.is_relative_to(inner):
+        return True
+    return any(not Path(os.path.realpath(link)).is_relative_to(inner) for link in path.rglob("*") if link.is_symlink())
+
+
+def location(entry: Named) -> str:
+    """The absolute path that a setting names, without links. Empty if it names none, or data not on this machine."""
+    try:
+        path = os.path.realpath(os.path.expanduser(entry.text))
+    except ValueError:  # not a valid path: a null byte
+        return ""
+    return path if entry.resource is Resource.FILE or (entry.resource is Resource.DATA and os.path.exists(path)) else ""
+
+
+def is_within(key: str, sections: Iterable[str]) -> bool:
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+
+def describe(cfg: TrainConfig, folder: Path) -> str:
+    """What a run does with everything that its settings name outside of its folder."""
+    shown: dict[Resource, list[str]] = {}
+    for entry in named_outside(cfg, folder):
+        shown.setdefault(entry.resource, []).append(show(entry))
+    return "; ".join(f"{resource.value} ({', '.join(shown[resource])})" for resource in Resource if resource in shown)
+
+
+def show(entry: Named) -> str:
+    where = str(code_file(entry.text) or "") if entry.resource is Resource.CODE else location(entry)
+    text = f"{entry.key} = {entry.text}" + f" ({where})" * (where not in ("", entry.text))
+    return text if text.isprintable() else ascii(text)
 
 
 def code_file(path: str) -> Path | None:
