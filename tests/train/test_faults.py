@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from small_run import SmallRuns, mostly_slow
 
+from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
 from assay.train import faults
+from assay.train.learner.learner import Learner
+from assay.train.progress import RunState
 from assay.train.run import TrainingRun
+from assay.types import Group
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 
@@ -153,6 +158,32 @@ def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_nam
     assert small.resume("small", "--optim.lr", 0.002) == 0
 
 
+def test_weights_that_become_nan_between_saves_end_the_run_with_a_command_that_continues_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine notices them first: it cannot sample with them."""
+    (tmp_path / "with space").mkdir()
+    small = SmallRuns(tmp_path / "with space")
+    update = Learner.update
+
+    def overflow(self: Learner, groups: list[Group], state: RunState) -> dict[str, float]:
+        metrics = update(self, groups, state)
+        if state.step == 3:
+            with torch.no_grad():
+                next(self.policy.parameters()).fill_(math.nan)
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", overflow)
+    assert small.train("--train.steps", 4, "--save.every", 2, "--optim.lr", 0.02) == 2
+    said = capsys.readouterr().err
+    assert "is not finite after step 3" in said and "checkpoint of step 2" in said and said.count("\n") == 1
+    command = shlex.split(said[said.index("assay train") : said.index(", or")])
+    monkeypatch.undo()
+    assert main(command[1:]) == 0
+    assert small.summary()["steps"] == 4
+    assert [row["optim/lr"] for row in small.metrics() if "optim/lr" in row] == [0.02, 0.02, 0.002, 0.002]
+
+
 def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_named(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,5 +216,10 @@ def test_too_many_consecutive_skipped_steps_end_a_warm_start(
     rows = learner.solution_rows
     monkeypatch.setattr(learner, "solution_rows", lambda *a: [learner.replace(r, advantage=math.nan) for r in rows(*a)])
     assert small.train("--sft.steps", 9, "--sft.batch", 2, "--train.max_skipped", 4) == 2
-    assert "the loss was not finite for 4 steps in a row" in (said := capsys.readouterr().err) and "sft.lr" in said
+    said = capsys.readouterr().err
+    assert "the loss was not finite for 4 steps in a row" in said
     assert [row["sft/skipped"] for row in small.metrics() if "sft/step" in row] == [1.0] * 4
+    command = shlex.split(said[said.index("assay train") : said.index(", or")])
+    assert command[-2:] == ["--sft.lr", "1e-06"]
+    monkeypatch.undo()
+    assert main([*command[1:], "--sft.steps", "1", "--train.steps", "0"]) == 0

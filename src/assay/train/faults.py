@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,34 +55,45 @@ def should_abort(faults: Sequence[Fault], consecutive: int, limit: int) -> bool:
     return any(fault.weights for fault in faults) or (bool(faults) and 0 < limit <= consecutive)
 
 
-def nonfinite_error(fault: Fault, consecutive: int, run_path: Path | None = None, lr: float = 0.0) -> UserError:
-    """The error that ends a run, or a warm start (without `run_path`)."""
+class NonFiniteError(UserError):
+    """Ends a run because of values that are not finite. `TrainingRun.active` adds the command that continues it."""
+
+
+def nonfinite_error(fault: Fault, consecutive: int, run_path: Path | None = None) -> NonFiniteError:
+    """The error that ends a run, or a warm start (without `run_path`: its batches are not saved)."""
     how = "is not finite" if fault.weights else f"was not finite for {plural(consecutive, 'step')} in a row"
-    remedy = "resume with a lower sft.lr" if run_path is None else resume_command(run_path, lr)
     batches = "" if run_path is None else f"; the batches are saved in {run_path / 'skipped'}"
-    return UserError(
-        f"{fault.what} {how} (loss {fault.loss:g}, gradient norm {fault.grad_norm:g}): {remedy}, or dtype = float32, "
-        f"and check custom weights, rewards, advantages or losses{batches}"
-    )
+    return NonFiniteError(f"{fault.what} {how} (loss {fault.loss:g}, gradient norm {fault.grad_norm:g}{batches})")
 
 
-def check_finite(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, step: int, run_path: Path, lr: float) -> None:
+def check_finite(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, step: int) -> None:
     """Refuse to save weights that are not finite. All ranks call this together."""
-    local = [name for name, tensor in tensors if not _is_finite(local_tensor(tensor.detach()))]
-    if names := [name for names in mesh.all_gather_objects(local[:MAX_NAMES]) for name in names]:
-        raise UserError(
-            f"the weight {names[0]} is not finite after step {step}, which is not saved: {resume_command(run_path, lr)}"
-        )
+    if names := [name for names in mesh.all_gather_objects(_not_finite_here(tensors)) for name in names]:
+        raise NonFiniteError(f"the weight {names[0]} is not finite after step {step}, which is not saved")
 
 
-def resume_command(run_path: Path, lr: float) -> str:
-    """How to resume from the last checkpoint, whose weights are finite (`check_finite`), with a lower learning rate."""
+def describe_nonfinite(error: UserError, policy: PolicyModel, step: int) -> str:
+    """The values that are not finite and have caused this error; empty if it has another cause.
+
+    Weights that have become NaN are usually noticed by the engine, which cannot sample with them.
+    """
+    if isinstance(error, NonFiniteError):
+        return str(error)
+    names = _not_finite_here(policy.named_parameters())
+    return f"the weight {names[0]} is not finite after step {step}" if names else ""
+
+
+def how_to_continue(run_path: Path, key: str, lr: float) -> str:
+    """How to resume from the last checkpoint, whose weights are finite (`check_finite`), with a lower learning rate.
+
+    `key`: the setting of the learning rate.
+    """
     step = checkpoints.last(run_path)
-    if step is None:
-        return "there is no checkpoint yet: check the model, or restart with a lower learning rate"
+    start = "from the start" if step is None else f"from the checkpoint of step {step}, whose weights are finite,"
+    command = f"assay train --resume {shlex.quote(str(run_path))} --{key} {lr / 10:g}"
     return (
-        f"resume from the checkpoint of step {step}, whose weights are finite, with a lower learning rate, e.g. "
-        f"assay train --resume {run_path} --optim.lr {lr / 10:g}"
+        f"resume {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
+        "and check the model, and custom rewards, advantages or losses"
     )
 
 
@@ -102,6 +114,11 @@ def _checkpoint_is_finite(run_path: Path, step: int) -> bool:
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     return [name for name, tensor in tensors if not _is_finite(full_tensor(tensor.detach()))][:MAX_NAMES]
+
+
+def _not_finite_here(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """As `_not_finite`, for the shards of this rank."""
+    return [name for name, tensor in tensors if not _is_finite(local_tensor(tensor.detach()))][:MAX_NAMES]
 
 
 def _is_finite(weight: Tensor) -> bool:

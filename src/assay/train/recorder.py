@@ -123,7 +123,7 @@ class Recorder:
     def check_faults(self, state: RunState, step_faults: Sequence[faults.Fault]) -> None:
         """End the run if further steps cannot help."""
         if faults.should_abort(step_faults, state.skipped, self.cfg.train.max_skipped):
-            raise faults.nonfinite_error(step_faults[-1], state.skipped, self.path, self.cfg.optim.lr)
+            raise faults.nonfinite_error(step_faults[-1], state.skipped, self.path)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether `metrics` contain a periodic evaluation that is the best so far. The test split is never used."""

@@ -73,6 +73,7 @@ class TrainingRun:
         with (
             self.directory,
             self._status(),
+            self._explaining_nonfinite(),
             self.collector,
             closing(self.source),
             gc_threshold(GC_THRESHOLD),
@@ -88,6 +89,19 @@ class TrainingRun:
             except Exception:
                 self._draw_curves()
                 raise
+
+    @contextmanager
+    def _explaining_nonfinite(self) -> Iterator[None]:
+        """If values that are not finite end the run, add the command that continues it to the error."""
+        try:
+            yield
+        except UserError as error:
+            cfg, step = self.cfg, self.state.step
+            key, lr = ("optim.lr", cfg.optim.lr) if step or not cfg.sft.steps else ("sft.lr", cfg.sft.lr)
+            problem = faults.describe_nonfinite(error, self.learner.policy, step)
+            if not problem:
+                raise
+            raise UserError(f"{problem}: {faults.how_to_continue(self.directory.path, key, lr)}") from error
 
     @contextmanager
     def _status(self) -> Iterator[None]:
@@ -179,7 +193,7 @@ class TrainingRun:
         state.wall_s = time.perf_counter() - self.recorder.started
         if metrics and best:
             state.best = {"step": state.step, "value": metrics["eval/accuracy"]}
-        faults.check_finite(learner.named_tensors(), self.mesh, state.step, path, self.cfg.optim.lr)
+        faults.check_finite(learner.named_tensors(), self.mesh, state.step)
         checkpoint.save(
             path,
             self.state_dict(),
