@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +131,20 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     cfg = load_settings(TrainConfig, None, parse_overrides([*words, "--sampling.stop", '["\\n\\n"]']))
     assert cfg.task.args == {"odd key": [1, 2.5], "deep": {"x": 'q"uote'}} and cfg.sampling.stop == ["\n\n"]
     assert load("", write(tmp_path, to_toml(cfg))) == cfg
+
+
+def test_numbers_that_are_not_finite_and_empty_tables_survive_in_the_resolved_config(tmp_path: Path) -> None:
+    cfg = load("--algo.clip_high inf --algo.term_args {T={bound=-inf}} --task.args {x={},y=[{z=inf}]}")
+    again = load("", write(tmp_path, to_toml(cfg)))
+    assert again == cfg and again.algo.clip_high == math.inf
+    assert again.task.args == {"x": {}, "y": [{"z": math.inf}]} and again.algo.term_args == {"T": {"bound": -math.inf}}
+
+
+@pytest.mark.parametrize("args", [{"x": None}, {"x": [{"y": [None]}]}])
+def test_none_in_arguments_is_refused_because_a_run_cannot_store_it(args: dict[str, Any]) -> None:
+    for key, value in (("task.args", args), ("algo.term_args", {"Term": args})):
+        with pytest.raises(UserError, match=rf"{key}.* None, .*leave it out"):
+            load_settings(TrainConfig, None, {key: value})
 
 
 def test_written_settings_leave_to_the_recipe_what_was_left_to_it(tmp_path: Path) -> None:

@@ -11,7 +11,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, model_serializer
 
-from assay.config.settings import Below1, Count, Data, Finite, Fraction, NonNegative, Positive, Resource, Section
+from assay.config.settings import (
+    Below1,
+    Count,
+    Data,
+    Finite,
+    Fraction,
+    NonNegative,
+    Positive,
+    Resource,
+    Section,
+    Table,
+)
 
 Bound = Annotated[float, Field(ge=0)]  # infinity means no bound
 
@@ -154,7 +165,7 @@ class MinibatchConfig(Section):
 class TermsConfig(Section):
     terms: Annotated[list[str], Resource.CODE] = Field(default_factory=list)
     """your own loss terms, by path, e.g. ["my_terms.py:MyTerm"]: see docs/extending.md"""
-    term_args: Annotated[dict[str, dict[str, Any]], Resource.CODE] = Field(default_factory=dict)
+    term_args: Annotated[dict[str, Table], Resource.CODE] = Field(default_factory=dict)
     """settings of your own loss terms, by class name, e.g. algo.term_args.MyTerm.coef = 0.1"""
 
 

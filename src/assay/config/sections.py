@@ -5,7 +5,7 @@ The string below a field is its help text.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from assay.config.algorithm import AlgoConfig
 from assay.config.settings import (
     Above0,
+    Args,
     Below1,
     Code,
     Count,
@@ -27,6 +28,7 @@ from assay.config.settings import (
     Section,
     Seed,
     Split,
+    Table,
     Variable,
 )
 
@@ -68,7 +70,7 @@ class TaskConfig(Section):
     """name of the task, reasoning_gym:NAME, or your own as package.module:Name or file.py:Name"""
     path: Data = ""
     """folder or JSONL file with the data, or a hub id; empty: the task's default"""
-    args: Annotated[dict[str, Any], Resource.CODE] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """arguments of the task, e.g. task.args.max_steps = 3"""
 
 
@@ -81,7 +83,7 @@ class EnvConfig(Section):
     """name of the environment, verifiers:ENV_ID, or your own as file.py:Name; guess and countdown_tries need no task"""
     path: Data = ""
     """folder or file that the environment reads; empty: the environment's default"""
-    args: Annotated[dict[str, Any], Resource.CODE] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """arguments of the environment, e.g. env.args.tries = 3"""
     max_steps: Count = 0
     """truncate episodes after this many steps; 0: the environment's own limit"""
@@ -160,7 +162,7 @@ class EndpointConfig(Section):
     """repeat a request that is not answered within this many seconds; 0: wait without a limit"""
     retries: Count = 5
     """how often a request is repeated after rate limits, server errors, timeouts and lost connections"""
-    extra: dict[str, Any] = Field(default_factory=dict)
+    extra: Table = Field(default_factory=dict)
     """more fields of every request, e.g. extra.reasoning_effort = "low"; they replace those that assay sends"""
 
 
@@ -351,7 +353,7 @@ class SftConfig(Section):
     """steps of linear warm-up"""
     weight_decay: NonNegative = 0.0
     """decoupled weight decay, as in optim.weight_decay"""
-    args: Annotated[dict[str, Any], Resource.CODE] = Field(default_factory=dict)
+    args: Args = Field(default_factory=dict)
     """task arguments that differ for the worked solutions, e.g. sft.args.noise = 0.3"""
 
 

@@ -13,8 +13,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from assay.config.foreign import PRIMARY, explain_foreign, nearest_foreign
 from assay.types import UserError, closest, unknown_name
@@ -46,6 +47,20 @@ Host = Annotated[str, Resource.HOST]
 Variable = Annotated[str, Resource.VARIABLE]
 FilePath = Annotated[str, Resource.FILE]
 Data = Annotated[str, Resource.DATA]  # a path, or an id of the Hugging Face hub
+
+
+def without_none(table: dict[str, Any]) -> dict[str, Any]:
+    def has_none(value: Any) -> bool:
+        below = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        return value is None or any(map(has_none, below))
+
+    if has_none(table):
+        raise PydanticCustomError("has_none", "should not contain None, which the run could not store: leave it out")
+    return table
+
+
+Table = Annotated[dict[str, Any], AfterValidator(without_none)]  # of any names and values
+Args = Annotated[Table, Resource.CODE]  # arguments of a user's code, which may name other code
 
 
 def resource_of(field: FieldInfo) -> Resource | None:
@@ -261,13 +276,13 @@ def leaves(key: str, value: Any) -> Iterator[str]:
 def to_toml(settings: BaseModel) -> str:
     """The resolved settings as TOML; unset optional values are left out."""
     lines: list[str] = []
-    write_table(settings.model_dump(mode="json", exclude_none=True), "", lines)
+    write_table(settings.model_dump(exclude_none=True), "", lines)  # not as JSON, which has no infinity
     return "\n".join(lines).strip() + "\n"
 
 
 def write_table(table: Mapping[str, Any], prefix: str, lines: list[str]) -> None:
     for key, value in table.items():
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or not value:
             lines.append(f"{toml_key(key)} = {toml_value(value)}")
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
@@ -289,4 +304,6 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
-    return repr(value)
+    if isinstance(value, int | float):
+        return repr(float(value) if isinstance(value, float) else int(value))
+    return toml_value(to_jsonable_python(value))  # a path, a date, a set
