@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,12 @@ from assay.config.settings import load_settings, to_toml
 from assay.envs import make_env
 from assay.mesh import Mesh, check_equal, init_mesh, local_tensor
 from assay.runs import checkpoints
+from assay.runs.console import Console
 from assay.tasks import Task, make_task
 from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.train import checkpoint
+from assay.train.build import load_problems
 from assay.train.checks import (
     check_async_ranks,
     check_inputs,
@@ -251,3 +254,19 @@ def test_replicas_that_differ_by_a_bit_are_not_saved(tmp_path: Path) -> None:
 )
 def test_shards_held_by_several_ranks_are_compared(tmp_path: Path, tp: int, mode: str, name: str) -> None:
     start(4, spoil_replicas, tmp_path, tp, mode, name)
+
+
+@pytest.mark.parametrize("repeated", [0, 3])
+def test_problems_with_the_same_id_are_reported_once(
+    repeated: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, count in (("train", 6), ("test", 3)):
+        ids = ["same" if index <= repeated * (split == "train") else f"{split}-{index}" for index in range(count)]
+        rows = [{"id": name, "question": f"{split} {index}?", "answer": "1"} for index, name in enumerate(ids)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = settings(task__name="jsonl", task__path=str(tmp_path), task__args={"val_size": 1}, eval__every=0)
+    load_problems(cfg, build_algorithm(cfg), Console())
+    warned = [line for line in capsys.readouterr().out.splitlines() if "the id of another problem" in line]
+    assert len(warned) == (repeated > 0)
+    if repeated:
+        assert "'same'" in warned[0] and "pass rate" in warned[0]

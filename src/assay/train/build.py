@@ -264,6 +264,7 @@ def load_problems(
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
     checks.check_overlap(train, evaluations, console)
+    checks.check_ids(train, evaluations, console)
     return task, train, evaluations
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from operator import attrgetter
@@ -211,6 +212,23 @@ def check_overlap(train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Pr
             sample = " (a sample: the split is endless)" if shared.sampled else ""
             evaluated = plural(shared.n_eval, f"{name} problem")
             console.note(f"no overlap between {shared.n_train_checked:,} train{sample} and {evaluated}")
+
+
+def check_ids(train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Prompt]], console: Console) -> None:
+    """Warn once if several problems of a split have the same id."""
+    splits = {label.partition(":")[2]: prompts for label, prompts in evaluations.items()} | {"train": train}
+    repeated, example = [], ""
+    for name, prompts in splits.items():
+        ids = Counter(() if isinstance(prompts, LazyPrompts) else (prompt.id for prompt in prompts))
+        if ids.total() > len(ids):
+            repeated.append(f"{ids.total() - len(ids)} of the {ids.total()} {name} problems")
+            example = example or ids.most_common(1)[0][0]
+    if repeated:
+        console.warn(
+            f"problems with the id of another problem: {' and '.join(repeated)} (e.g. {example!r:.80}); they share its "
+            "running pass rate (algo.pass_rate_low, algo.pass_rate_high) and cannot be told apart in rollouts and "
+            "evaluations: give each problem its own id"
+        )
 
 
 MAY_DIFFER = ("name", "runs_dir", "reward.workers", "log.wandb", "log.tensorboard")  # used by rank 0 or one host only
