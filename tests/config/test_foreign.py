@@ -40,6 +40,11 @@ def test_names_without_an_equivalent_say_why() -> None:
     assert all(row.remark.startswith(reasons) for *_, row in ROWS if not row.key)
 
 
+@pytest.mark.parametrize("name", ["reward_model.enable", "reward_pretrain", "remote_rm_url"])
+def test_reward_models_of_other_libraries_are_judges(name: str) -> None:
+    assert "judge." in (explain_foreign(name, KNOWN) or "")
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_page_of_the_docs_has_the_same_table(library: str) -> None:
     lines = [f"| {library} | assay | remark |", "|---|---|---|"]

@@ -35,7 +35,7 @@ RESUME = "not a setting: assay train --resume RUN"
 LAUNCHER = "not a setting: start the processes with torchrun or assay slurm"
 OWN_ENGINE = 'not needed: assay has its own engine; engine.name = "vllm" selects vLLM'
 PACKED = "not needed: sequences are always packed without padding"
-NO_REWARD_MODEL = "not supported: a reward is a function, reward.function"
+REWARD_MODEL = 'with judge.kind = "reward_model" and reward.function = "judge"'
 SPLITS = "a folder with one file per split, or one file that is split"
 
 TRL = {
@@ -205,7 +205,8 @@ VERL = {
     "critic.grad_clip": Equivalent("critic.max_grad_norm"),
     "custom_reward_function.path": Equivalent("reward.function", "file.py:function"),
     "custom_reward_function.name": Equivalent("reward.function", "file.py:function"),
-    "reward_model.enable": no_key(NO_REWARD_MODEL),
+    "reward_model.enable": Equivalent("judge.kind", 'kind = "reward_model", with reward.function = "judge"'),
+    "reward_model.model.path": Equivalent("judge.model", REWARD_MODEL),
     "trainer.total_epochs": Equivalent("train.epochs"),
     "trainer.total_training_steps": Equivalent("train.steps"),
     "trainer.save_freq": Equivalent("save.every", "0: only at the end, not -1"),
@@ -228,8 +229,10 @@ OPENRLHF = {
     "input_key": Equivalent("task.args", COLUMNS),
     "label_key": Equivalent("task.args", COLUMNS),
     "apply_chat_template": Equivalent("prompt.style", 'style = "chat"'),
-    "remote_rm_url": Equivalent("reward.function", "file.py:function; rewards are not served over HTTP"),
-    "reward_pretrain": no_key(NO_REWARD_MODEL),
+    "remote_rm_url": Equivalent(
+        "judge.url", "a server of vLLM, SGLang or assay serve; another server: call it in reward.function"
+    ),
+    "reward_pretrain": Equivalent("judge.model", REWARD_MODEL),
     "save_path": Equivalent("runs_dir", FOLDER),
     "ckpt_path": Equivalent("runs_dir", FOLDER),
     "max_ckpt_num": Equivalent("save.keep"),
