@@ -298,6 +298,23 @@ def test_a_run_logs_its_replay(tmp_path: Path, no_curves: None) -> None:
     assert list(buffer) == written[-7:]  # what was in the rollout files is what may come again
 
 
+def test_inherited_answers_have_the_same_age_whatever_versions_sampled_them(tmp_path: Path) -> None:
+    """Also answers of an asynchronous run, which several versions of its weights have sampled."""
+    groups = [group_of(version, number) for version, number in ((40, 0), (41, 1))]
+    for completion in [turn.completion for rollout in groups[1].rollouts for turn in rollout.turns]:
+        completion.version_spans = ((41, 1), (43, len(completion.token_ids) - 1))
+    other = ReplayBuffer(capacity=2)
+    other.add(groups)
+    other.save(tmp_path)
+    buffer = ReplayBuffer(capacity=4, max_staleness=3)
+    renderer = {tuple(t.completion.token_ids): t.text for g in groups for r in g.rollouts for t in r.turns}
+    buffer.inherit(tmp_path, vocab_size=1000, decode=lambda ids: renderer[tuple(ids)])
+    assert [buffer.mean_age(version) for version in range(3)] == [1, 2, 3]
+    logprobs = [[r.engine_logprobs for r in group.rollouts] for group in groups]
+    assert [[r.engine_logprobs for r in group.rollouts] for group in buffer] == logprobs  # for importance ratios
+    assert len(buffer.sample(9, version=2)) == 2 and buffer.sample(9, version=3) == []
+
+
 @pytest.mark.slow
 def test_a_run_starts_with_the_buffer_of_another_run(
     tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]

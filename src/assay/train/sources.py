@@ -235,7 +235,11 @@ class ReplayBuffer:
         return generator.sample(list(self.groups), k=min(count, len(self.groups)))
 
     def inherit(self, folder: str | Path, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
-        """Add the groups that another run saved; they count as sampled one step before this run started."""
+        """Add the groups that another run saved; they count as sampled one step before this run started.
+
+        Versions of another run cannot be compared with those of this run. Ages therefore count the steps of this run
+        only. Importance ratios do not depend on versions: they use the saved log-probabilities.
+        """
         groups = list(ReplayBuffer.load(folder))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts:
@@ -243,7 +247,7 @@ class ReplayBuffer:
             if max(rollout.token_ids) >= vocab_size or decode(first.completion.token_ids) != first.text:
                 raise UserError(f"the buffer in {folder} has another tokenizer: load a buffer of the same model")
             for turn in rollout.turns:
-                turn.completion.version = -1
+                turn.completion.version, turn.completion.version_spans = -1, ()
         self.add(groups)
 
     def mean_age(self, version: int) -> float:
