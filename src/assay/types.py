@@ -217,7 +217,7 @@ class Rollout:
     inputs: dict[str, list[float]] = field(default_factory=dict)  # of loss terms, per trained token
     masked: bool = False  # excluded from the loss (truncated answers, by a filter; answers that were not judged)
     cut_off: bool = False  # ended by a limit of the environment (steps, tokens, time, context)
-    bootstrap_ids: list[int] | None = field(default=None, compare=False)  # state after truncation; not saved
+    bootstrap_ids: list[int] | None = None  # context after the last turn, if a limit ended the episode
     # Values per trained token, as a list or array, if they were computed: log-probabilities and entropies (in nats) by
     # the trainer in the first update that used the rollout, and log-probabilities by the reference model.
     trainer_logprobs: Collection[float] | None = field(default=None, compare=False)

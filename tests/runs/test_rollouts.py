@@ -5,9 +5,11 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +108,59 @@ def test_rollouts_round_trip(written: list[Group]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_rollouts(Path(folder), 12, written)
         assert read_rollouts(Path(folder), 12) == written
+
+
+# Fields that are not saved: a position in an engine, a demonstration for SFT, and inputs of a critic, which cannot be
+# combined with replay and which are computed after the groups of an asynchronous run leave the queue.
+NOT_SAVED = {"Completion.handle", "Prompt.episode", "Rollout.inputs"}
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All fields of nested dataclasses, as (path, value). Fields with default values are not allowed."""
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        for index, part in enumerate(value):
+            yield from _leaves(part, f"{path}[{index}]")
+    elif is_dataclass(value):
+        for field in fields(value):
+            name = f"{type(value).__name__}.{field.name}"
+            if name in NOT_SAVED:
+                continue
+            own = getattr(value, field.name)
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            assert own != default, f"give {name} a value that is not its default"
+            yield from _leaves(own, f"{path}/{name}")
+    else:
+        yield path, value
+
+
+def test_every_field_is_saved(tmp_path: Path) -> None:
+    """Enumerates the fields: a new one needs a value here, and is saved or listed in `NOT_SAVED`."""
+    prompt = Prompt("p/1", ({"role": "user", "content": "2 + 2?"},), "4", "2 + 2 = 4", {"level": 2})
+    completion = Completion([5, 6], [-0.5, -0.25], [-0.125, -0.1], Finish.LENGTH, 7, 0.9, 0.4, None, ((7, 1), (8, 1)))
+    masked = Completion([4], [-0.3], [-0.4], Finish.ACTION, 6, 0.8, 0.3, None, ((6, 1),))
+    rollout = Rollout(
+        prompt,
+        sample=3,
+        turns=[Turn([1, 2], masked, "four", 0.5, True), Turn([3], completion, "4", 0.25, True)],
+        verdict=Verdict(0.75, Status.TIMEOUT, "4", {"accuracy": 1.0}, "slow"),
+        reward=0.5,
+        advantage=-0.5,
+        token_advantages=[0.1, 0.2],
+        masked=True,
+        cut_off=True,
+        bootstrap_ids=[8, 9],
+        trainer_logprobs=[-0.6, -0.7],
+        entropies=[0.8, 0.9],
+        ref_logprobs=[-1.0, -2.0],
+    )
+    group = Group(prompt, [rollout], baseline=0.125)
+    written = list(_leaves(group))
+    rollout.turns[1].masked = False  # so that tokens are trained
+    write_rollouts(tmp_path, 1, [group])
+    (again,) = read_rollouts(tmp_path, 1)
+    assert not again.rollouts[0].turns[1].masked
+    again.rollouts[0].turns[1].masked = True
+    assert list(_leaves(again)) == written
 
 
 def _group(samples: int = 2, logprob: float = -0.5) -> Group:

@@ -7,7 +7,7 @@ that gives the reason.
 
 Every line, and every .npz file, carries the version of this schema; files without one have version 1. Version 2 added
 `trainer_logprobs` and `ref_logprobs`, and leaves `kept_mass` and `entropy` out if the engine does not report them.
-`entropies` was added later without a new version, because readers can ignore it.
+`entropies`, `baseline` and `bootstrap_ids` were added later without a new version, because readers can ignore them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def write_rollouts(
             np.savez(file, **_arrays(groups))  # type: ignore[arg-type]  # its allow_pickle is a bool
     with atomic_write(path) as file:
         for index, group in enumerate(groups):
-            file.writelines(json_line(_line(index, rollout, kind)).encode() for rollout in group.rollouts)
+            lines = (_line(index, group.baseline, rollout, kind) for rollout in group.rollouts)
+            file.writelines(json_line(line).encode() for line in lines)
     return path
 
 
@@ -69,7 +70,7 @@ def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group
     groups: dict[int, Group] = {}
     for line, start in zip(lines, offsets, strict=False):
         prompt = Prompt(line["prompt_id"], tuple(line["messages"]), line["answer"], line["solution"], line["fields"])
-        group = groups.setdefault(line["group"], Group(prompt, []))
+        group = groups.setdefault(line["group"], Group(prompt, [], from_json(line.get("baseline"))))
         prompt = group.prompt if prompt == group.prompt else prompt
         group.rollouts.append(_read_rollout(line, prompt, flat, start))
     return list(groups.values())
@@ -137,7 +138,7 @@ def _delete(paths: Iterator[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
+def _line(index: int, baseline: float | None, rollout: Rollout, kind: Kind) -> dict[str, Any]:
     prompt, verdict = rollout.prompt, rollout.verdict
     last = rollout.turns[-1].completion if rollout.turns else None
     line: dict[str, Any] = {
@@ -167,6 +168,8 @@ def _line(index: int, rollout: Rollout, kind: Kind) -> dict[str, Any]:
             "fields": prompt.fields,
             "turns": [_turn_line(turn) for turn in rollout.turns],
         }
+        optional = {"baseline": baseline, "bootstrap_ids": rollout.bootstrap_ids}
+        line |= {name: value for name, value in optional.items() if value is not None}
     return line
 
 
@@ -278,6 +281,7 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         token_advantages=trained["token_advantages"] if line.get("by_token") else None,
         masked=line["masked"],
         cut_off=line.get("cut_off", False),
+        bootstrap_ids=line.get("bootstrap_ids"),
         trainer_logprobs=_unless_missing(trained.get("trainer_logprobs")),
         entropies=_unless_missing(trained.get("entropies")),
         ref_logprobs=_unless_missing(trained.get("ref_logprobs")),

@@ -19,7 +19,7 @@ from assay.algos.advantages import token_rewards
 from assay.algos.credit import KLPenalties, gae, log_ratios
 from assay.config import TrainConfig
 from assay.mesh import Mesh, full_tensor, init_mesh
-from assay.runs.rollouts import read_rollouts
+from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.train.learner.critic import Critic, make_critic
 from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import Row, rows_of
@@ -56,13 +56,19 @@ def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [10**6, 30])
-def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_state(budget: int) -> None:
-    """Against a plain forward pass over the tokens of the episode and of the next state."""
+def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_state(budget: int, tmp_path: Path) -> None:
+    """Against a plain forward pass over the tokens of the episode and of the next state.
+
+    The episodes are read from a file, as in a resumed asynchronous run.
+    """
     groups = make_groups(tiny_decoder())
     rollouts = [r for group in groups for r in group.rollouts]
     cut = {3: [7, 8, 9], 5: [], 6: [1] * 60}  # []: truncated within an answer; 60 tokens exceed the context
     for index, next_ids in cut.items():
         rollouts[index].cut_off, rollouts[index].bootstrap_ids = True, next_ids
+    write_rollouts(tmp_path, 0, groups)
+    groups = read_rollouts(tmp_path, 0)
+    rollouts = [r for group in groups for r in group.rollouts]
     for bootstrap in (True, False):
         own = critic(budget, bootstrap=bootstrap, normalise=False, gamma=0.9, gae_lambda=0.8)
         credit(own, groups)
