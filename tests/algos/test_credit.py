@@ -165,6 +165,32 @@ def test_advantages_are_continuous_as_the_kl_coefficient_goes_to_zero(advantage:
     assert found[0] == pytest.approx(found[1], abs=1e-8) and len(set(found[0])) > 1
 
 
+@pytest.mark.parametrize("changes", [{}, {"reward_kl_coef": 0.3}, {"step_credit": True, "reward_kl_per": "sequence"}])
+def test_token_norm_statistics_exclude_masked_answers(changes: dict[str, Any]) -> None:
+    """The same as without these answers, which have no trained tokens."""
+    groups, reference = make_groups(6)
+    masked = groups[0].rollouts[1]
+    assert len(masked.turns) == 2 and masked.verdict is not None
+    masked.masked, masked.verdict.reward = True, 5.0
+    algo = make_algorithm("reinforce_pp", **changes)
+    algo.credit(groups, Scorers(lambda _: reference))
+    assert not masked.learns
+    others, other_reference = make_groups(6)
+    del others[0].rollouts[1], other_reference[1]
+    algo.credit(others, Scorers(lambda _: other_reference))
+    expected = token_advantages(others)
+    assert [*token_advantages(groups)[:1], *token_advantages(groups)[2:]] == [pytest.approx(one) for one in expected]
+
+
+def test_token_norm_of_equal_trained_returns_is_exactly_zero_whatever_was_masked() -> None:
+    groups, _ = make_groups(6)
+    for rollout in (r for group in groups for r in group.rollouts):
+        rollout.verdict = Verdict(0.1, Status.WRONG)
+    groups[0].rollouts[0].masked, groups[0].rollouts[0].verdict = True, Verdict(0.7, Status.OK)
+    make_algorithm("reinforce_pp").credit(groups)
+    assert not any(rollout.learns for group in groups for rollout in group.rollouts)
+
+
 def test_token_norm_uses_the_token_count_of_each_step() -> None:
     """With credit by steps: every step has its own return, which counts as often as the step has tokens."""
     groups, _ = make_groups(5)

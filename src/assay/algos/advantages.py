@@ -104,14 +104,17 @@ def batch_norm(rewards: list[Tensor]) -> list[Tensor]:
 def token_norm(returns: list[Tensor], tokens: list[Tensor] | None = None) -> list[Tensor]:
     """(return - mean) / (std + 1e-4), both over all trained tokens of the batch (REINFORCE++).
 
-    `tokens`: number of tokens with each return; default 1, which is equivalent to `batch_norm`.
+    `tokens`: number of trained tokens with each return; default 1, which is equivalent to `batch_norm`. A return
+    without trained tokens has advantage 0.
     """
     every = torch.cat(returns)
     counts = torch.ones_like(every) if tokens is None else torch.cat(tokens)
-    first = every[0]  # subtracted before summing, so that equal returns give advantages of exactly 0
-    mean = (counts * (every - first)).sum() / counts.sum().clamp(min=1)
-    square = (counts * (every - first - mean).square()).sum() / (counts.sum() - 1).clamp(min=1)
-    return [(values - first - mean) / (square.sqrt() + STD_EPS) for values in returns]
+    # One trained return is subtracted before summing, so that equal returns give advantages of exactly 0.
+    shifted = every - every[counts.argmax()]
+    mean = (counts * shifted).sum() / counts.sum().clamp(min=1)
+    square = (counts * (shifted - mean).square()).sum() / (counts.sum() - 1).clamp(min=1)
+    advantages = torch.where(counts > 0, (shifted - mean) / (square.sqrt() + STD_EPS), 0.0)
+    return list(advantages.split([len(values) for values in returns]))
 
 
 @advantage("compares_group", "token_counts")
@@ -214,10 +217,12 @@ def credited_returns(group: Group, discount: float = 1.0, by_step: bool = False)
 
 
 def credited_tokens(group: Group, by_step: bool = False) -> list[int]:
-    """Number of trained tokens for each of the `credited_returns`."""
-    if not by_step:
-        return [rollout.trained for rollout in group.judged]
-    return [turn.trained for rollout in group.judged for turn in rollout.turns if not turn.masked]
+    """Number of trained tokens for each of the `credited_returns`; 0 in masked rollouts."""
+    counts = [
+        [turn.trained for turn in rollout.turns if not turn.masked] if by_step else [rollout.trained]
+        for rollout in group.judged
+    ]
+    return [0 if r.masked else count for r, own in zip(group.judged, counts, strict=True) for count in own]
 
 
 def compared_returns(rollout: Rollout, whole: float, discount: float, by_step: bool) -> list[float]:

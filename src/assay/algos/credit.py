@@ -203,17 +203,17 @@ class AdvantageCredit(CreditRule):
         return [next(rest) if known else values * 0 for values, known in zip(rewards, comparable, strict=True)]
 
     def _credit_tokens(self, groups: list[Group], penalties: KLPenalties) -> None:
-        """Compare the returns of all tokens: the reward minus the penalties from the token onwards."""
+        """Compare the returns of all trained tokens: the reward minus the penalties from the token onwards."""
         baselines = [group.baseline or 0.0 for group in groups for _ in group.rollouts]
         rollouts = list(zip(penalties.of(groups), baselines, strict=True))
-        judged = [one for one in rollouts if not one[0][0].failed]
+        compared = [one for one in rollouts if not one[0][0].masked]
         returns = [
             torch.tensor(kl_reward_to_go(rollout.reward - baseline, log_ratios, penalties.coef), dtype=torch.float64)
-            for (rollout, log_ratios), baseline in judged
+            for (rollout, log_ratios), baseline in compared
         ]
         for (rollout, _), _ in rollouts:
             rollout.advantage, rollout.token_advantages = 0.0, [0.0] * rollout.trained
-        for ((rollout, _), _), advantages_T in zip(judged, self.function(returns), strict=True):
+        for ((rollout, _), _), advantages_T in zip(compared, self.function(returns), strict=True):
             rollout.token_advantages = advantages_T.tolist()
             rollout.advantage = (rollout.token_advantages or [0.0])[0]
 
