@@ -12,7 +12,7 @@ import pytest
 import torch
 from mesh_parts import trained_muon_updater
 from processes import start
-from train_parts import tiny_decoder
+from train_parts import make_groups, tiny_decoder, weights_of
 
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, to_toml
@@ -36,6 +36,7 @@ from assay.train.checks import (
     unused_settings,
 )
 from assay.train.components import build_algorithm
+from assay.train.learner.optim import make_adamw
 from assay.train.learner.update import Updater
 from assay.types import Prompt, UserError
 
@@ -90,6 +91,27 @@ def test_a_setting_without_effect_is_reported_with_the_setting_that_it_needs(
     resolved = tmp_path / "config.toml"  # as a resumed run reads it, with every setting in it
     resolved.write_text(to_toml(settings(**changes)))
     assert unused(resolved) == [found]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "correction", "passes"), [(0, None, 1), (1, None, 1), (1, "token_truncate", 1), (0, None, 2)]
+)
+def test_kl_cov_is_reported_exactly_if_it_does_not_change_the_update(
+    staleness: int, correction: str | None, passes: int
+) -> None:
+    """Compares the weights after updates with and without it, on answers of this or of an earlier policy."""
+    source = {"source__name": "async", "source__max_staleness": staleness, "train__passes": passes}
+    weights = []
+    for cov in ("kl_cov", None):
+        cfg = settings(**source, algo__correction=correction, algo__cov=cov)
+        algo, policy = build_algorithm(cfg), tiny_decoder(seed=1)
+        groups = make_groups(tiny_decoder(seed=1 + staleness), off_policy=0.0)
+        algo.credit(groups)
+        Updater(policy, make_adamw(policy, 1e-2)).update(groups, algo, 1e-2, passes)
+        weights.append(weights_of(policy))
+    no_effect = (weights[0] - weights[1]).abs().max() < 1e-8
+    reported = unused(**source, algo__correction=correction, algo__cov="kl_cov")
+    assert bool(reported) == no_effect == (passes == 1 and (not staleness or correction is not None))
 
 
 @pytest.mark.parametrize("name", ["guess", "countdown_tries", "single"])

@@ -162,7 +162,8 @@ def sums_of(
 
     `mismatch/*` compares the log-probabilities of trainer and engine for the same tokens. If the behaviour
     log-probabilities are the engine's, the trainer's are those of the current policy, so only the first update after
-    sampling measures the mismatch alone.
+    sampling measures the mismatch alone. For tokens that earlier weights have sampled (replay, asynchronous training)
+    the difference includes the change of the policy.
     """
     with torch.no_grad():
         if batch.engine_logprobs is None:

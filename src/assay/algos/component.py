@@ -56,7 +56,7 @@ class RunFacts:
 
     episodes: bool = False  # whether rollouts are episodes of an environment
     updates: int = 1  # optimizer steps per batch of rollouts, over all passes
-    replay: bool = False
+    stale_ratios: bool = False  # whether even the first update on a batch has ratios other than 1
 
 
 @dataclass(frozen=True)

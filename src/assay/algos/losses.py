@@ -200,11 +200,8 @@ class CovarianceControl(Component[CovarianceConfig]):
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
         if self.settings.cov is None:
             yield "algo.cov is not set", [f"algo.cov_{name}" for name in ("fraction", "coef", "low", "high")]
-        if self.settings.cov == "kl_cov" and run.updates == 1 and not run.replay:
-            yield (
-                "with one update per batch the policy has not changed since sampling (try algo.updates = 4)",
-                ["algo.cov"],
-            )
+        if self.settings.cov == "kl_cov" and run.updates == 1 and not run.stale_ratios:
+            yield "with one update per batch all ratios are 1 (try algo.updates = 4)", ["algo.cov"]
 
     def select(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         """1 for each selected token of an optimizer step, else 0."""

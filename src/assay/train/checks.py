@@ -70,7 +70,10 @@ def risky_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[str]:
 def run_facts(cfg: TrainConfig, algo: Algorithm) -> RunFacts:
     largest_batch = cfg.train.prompts + cfg.replay.groups
     updates = algo.update_count(largest_batch) * cfg.train.passes
-    return RunFacts(episodes=bool(cfg.env.name), updates=updates, replay=cfg.replay.groups > 0)
+    stale = cfg.replay.groups > 0 or (cfg.source.name == "async" and cfg.source.max_staleness > 0)
+    # Recomputed log-probabilities are those of the policy before the update, whichever policy has sampled.
+    stale_ratios = stale and not algo.needs.trainer_logprobs
+    return RunFacts(episodes=bool(cfg.env.name), updates=updates, stale_ratios=stale_ratios)
 
 
 def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple[str, Sequence[str]]]:

@@ -85,10 +85,11 @@ def test_sequence_ratios_may_be_clipped_more_often() -> None:
     assert not diagnose(rows, {**CONFIG, "algo": {"ratio": "sequence"}})
 
 
-def test_several_updates_or_replay_explain_a_difference_between_engine_and_trainer() -> None:
+def test_several_updates_or_earlier_weights_explain_a_difference_between_engine_and_trainer() -> None:
     large = {"mismatch/kl": 0.2}
     assert not diagnose(run({**large, "optim/updates": 4.0}), CONFIG)
     assert not diagnose(run({**large, "replay/share": 0.5}), CONFIG)
+    assert not diagnose(run({**large, "async/staleness": 0.5}), CONFIG)
     recomputed = {**CONFIG, "algo": {"recompute_logprobs": True}}
     assert names(run({**large, "optim/updates": 4.0}), recomputed) == ["mismatch"]
 

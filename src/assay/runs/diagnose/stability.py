@@ -64,8 +64,10 @@ def recomputes_logprobs(run: RunHistory) -> bool:
 
 
 def is_mismatched(row: Row, recomputes: bool) -> bool:
-    on_policy = finite(row, "optim/updates") == 1.0 or recomputes  # later updates have changed the trainer's weights
-    return on_policy and not finite(row, "replay/share") and (finite(row, "mismatch/kl") or 0.0) >= MISMATCH
+    """Whether engine and trainer disagree although they had the same weights."""
+    first_update = finite(row, "optim/updates") == 1.0 or recomputes  # later ones have changed the trainer's weights
+    stale = finite(row, "replay/share") or finite(row, "async/staleness")  # sampled by earlier weights
+    return first_update and not stale and (finite(row, "mismatch/kl") or 0.0) >= MISMATCH
 
 
 def learning_rate_high(run: RunHistory) -> Diagnosis | None:
