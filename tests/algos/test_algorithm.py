@@ -429,3 +429,5 @@ def test_a_group_without_greedy_baseline_is_not_trained_on() -> None:
     algorithm.credit(groups)
     assert [rollout.masked for rollout in all_rollouts(groups)] == [False, False, True, True]
     assert [rollout.advantage for rollout in groups[0].rollouts] == [0.75, -0.25]
+    make_algorithm("remax", advantage="batch_mean").credit(groups)  # over differences to known baselines only
+    assert [rollout.advantage for rollout in all_rollouts(groups)] == [0.5, -0.5, 0.0, 0.0]

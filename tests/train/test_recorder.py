@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from small_run import SmallRuns
+from train_parts import make_groups, tiny_decoder
 from transformers import AutoModelForCausalLM
 
 from assay.config import TrainConfig
@@ -20,8 +21,9 @@ from assay.runs.rollouts import read_arrays, read_rollouts
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
 from assay.train.components import build_algorithm
-from assay.train.recorder import rollout_metrics
+from assay.train.recorder import rollout_metrics, task_metrics
 from assay.train.sources import SampledGroups
+from assay.types import TASK_LABEL, Prompt, Status, Verdict
 
 TEMPERATURE = 0.7
 TASK = make_task("abacus", eval_size=8)
@@ -162,6 +164,15 @@ def test_mixed_tasks_have_metrics_of_their_own_and_evaluations_by_task(
     assert small("eval", "run:small@last", "--eval.final_examples", 6) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith(("- abacus", "- harder")) for line in lines) == 2
+
+
+def test_rewards_of_a_task_are_those_of_judged_answers() -> None:
+    (group,) = make_groups(tiny_decoder(), groups=1, samples=3)
+    prompt = Prompt("a/1", (), fields={TASK_LABEL: "a"})
+    verdicts = Verdict(1.0, Status.OK), Verdict(0.5, Status.WRONG), Verdict(0.0, Status.ERROR)
+    for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
+        rollout.prompt, rollout.reward, rollout.verdict = prompt, verdict.reward, verdict
+    assert task_metrics(group.rollouts) == {"task/a/reward": 0.75, "task/a/correct": pytest.approx(1 / 3)}
 
 
 def test_long_prompts_are_dropped_with_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

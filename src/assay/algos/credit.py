@@ -185,14 +185,21 @@ class AdvantageCredit(CreditRule):
             set_advantages(group, advantages_G.tolist(), by_step)
 
     def _advantages(self, groups: list[Group], rewards: list[Tensor]) -> list[Tensor]:
-        """Advantages of each group; 0 if excluded steps or rollouts leave nothing to compare with."""
+        """Advantages of each group; 0 if excluded steps or rollouts leave nothing to compare with.
+
+        A group whose greedy baseline is unknown is not compared: its rewards are not in the units of the others.
+        """
         by_step = self.settings.step_credit
         least = 2 if "compares_group" in self.traits else 1
+        greedy = any(group.baseline is not None for group in groups)
         excluded = [any_excluded(group, by_step) for group in groups]
-        if "compares_batch" in self.traits and any(excluded) and sum(map(len, rewards)) < 2:
-            return [values * 0 for values in rewards]
-        comparable = [len(values) >= least or not some for values, some in zip(rewards, excluded, strict=True)]
+        comparable = [
+            (group.baseline is not None or not greedy) and (len(values) >= least or not some)
+            for group, values, some in zip(groups, rewards, excluded, strict=True)
+        ]
         given = list(compress(rewards, comparable))
+        if "compares_batch" in self.traits and sum(map(len, given)) < 2 and (any(excluded) or not all(comparable)):
+            return [values * 0 for values in rewards]
         args = [given]
         if "token_counts" in self.traits:
             counts = [torch.tensor(credited_tokens(group, by_step), dtype=torch.float64) for group in groups]

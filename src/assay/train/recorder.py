@@ -201,7 +201,8 @@ def task_metrics(answers: Sequence[Rollout]) -> dict[str, float]:
             tasks.setdefault(label, []).append(rollout)
     metrics: dict[str, float] = {}
     for label, own in sorted(tasks.items()):
-        metrics[f"task/{label}/reward"] = sum(rollout.reward for rollout in own) / len(own)
+        known = [rollout.reward for rollout in own if not rollout.failed] or [0.0]
+        metrics[f"task/{label}/reward"] = sum(known) / len(known)
         metrics[f"task/{label}/correct"] = sum(r.verdict is not None and r.verdict.correct for r in own) / len(own)
     return metrics
 
