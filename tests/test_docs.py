@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
 import runpy
 import shlex
 import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, main, parse
@@ -148,6 +152,52 @@ def test_named_tests_exist(item: tuple[Path, str]) -> None:
     assert any(f"def {name}(" in file.read_text() for file in (ROOT / "tests").rglob("test_*.py")), (
         f"{page.name}: {name}"
     )
+
+
+PYTEST = re.compile(r"(?:^|`)(?:\.venv/bin/)?pytest (tests/[^`\n]*)", re.MULTILINE)
+
+
+def named_tests(file: Path) -> Iterator[tuple[str, set[str]]]:
+    """The names of the tests of a file, with the names of their markers."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = [re.match(r"pytest\.mark\.(\w+)", ast.unparse(decorator)) for decorator in node.decorator_list]
+            yield node.name, {mark[1] for mark in marks if mark}
+
+
+def selects_tests(words: list[str]) -> bool:
+    """Whether a call of pytest selects any test, for names in the source: parametrized cases have no names there."""
+    filters = {option: Expression.compile(text) for option, text in pairwise(words) if option in ("-k", "-m")}
+
+    def selected(file: Path, function: str, name: str, marks: set[str]) -> bool:
+        keywords = " ".join([file.name, name, *marks]).lower()
+        wanted = {"-k": lambda word, **_: word.lower() in keywords, "-m": lambda word, **_: word in marks}
+        return name == (function or name) and all(filters[key].evaluate(wanted[key]) for key in filters)
+
+    for path, _, function in (word.partition("::") for word in words if word.startswith("tests/")):
+        files = sorted((ROOT / path).rglob("test_*.py")) if (ROOT / path).is_dir() else [ROOT / path]
+        if any(selected(file, function, *found) for file in files for found in named_tests(file)):
+            return True
+    return False
+
+
+@every([(page, command) for page in PAGES for command in PYTEST.findall(page.read_text())])
+def test_pytest_commands_select_tests(item: tuple[Path, str]) -> None:
+    assert selects_tests(shlex.split(item[1])), f"{item[0].name}: pytest {item[1]}"
+
+
+@pytest.mark.parametrize(
+    ("command", "selects"),
+    [
+        ("tests/train/test_kills.py -s -k death", False),
+        ("tests/train/test_kills.py -m 'slow and not gpu'", True),
+        ("tests/train/test_kills.py -m gpu", False),
+        ("tests/test_docs.py::test_no_such_name", False),
+        ("tests/test_docs.py::test_commands_parse -k parse", True),
+    ],
+)
+def test_a_pytest_command_that_selects_nothing_would_be_noticed(command: str, selects: bool) -> None:
+    assert selects_tests(shlex.split(command)) == selects
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda file: file.name)
