@@ -2,15 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 VLLM_READY := .venv-vllm/.ready
+PIP := $(BIN)/pip install -q --disable-pip-version-check
 # A test process a core, each with one thread: models here are so small that threads only wait for each other.
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-all test-slurm test-vllm test-sglang lint format clean
 
-demo: $(READY)
+demo: $(INSTALLED)
 	$(BIN)/assay train configs/demo.toml
 
 test: $(READY)
@@ -40,12 +42,18 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(READY): pyproject.toml constraints.txt
+# assay with its required packages, for the demo
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("assay needs Python 3.11 or later; call make with PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@# torch first and by its pin alone: a looser requirement could pull another build of it
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e .
+	touch $(INSTALLED)
+
+# and with the packages of tests and linters
+$(READY): $(INSTALLED)
+	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
 # vLLM for CPUs requires an older transformers than ours. The removed packages are for images and sound, and do not fit

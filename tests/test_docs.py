@@ -420,7 +420,7 @@ def test_complete_settings_of_a_page_pass_the_dry_run_alone(
     page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "reasoning_gym" in text:
-        pytest.importorskip("reasoning_gym")
+        pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     (settings,) = [block for block in blocks(ROOT / "docs" / page, "toml") if text in block]
     (tmp_path / "run.toml").write_text(settings)
     monkeypatch.chdir(tmp_path)

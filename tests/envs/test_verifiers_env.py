@@ -129,7 +129,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 1}}\n</tool_call
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("verifiers")
+    pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
     monkeypatch.syspath_prepend(str(tmp_path))
     made: list[Env] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from typing import Any
@@ -245,7 +244,7 @@ SLOW = ["basic_arithmetic", "mini_sudoku", "word_sorting", "spell_backward", "ac
 
 @pytest.fixture(scope="module")
 def gym() -> Any:
-    return importlib.import_module("reasoning_gym")  # takes seconds
+    return pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")  # takes seconds
 
 
 def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
