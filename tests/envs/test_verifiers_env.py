@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from assay.cli.main import main
 from assay.envs import make_env
 from assay.envs.base import Env
 from assay.envs.check import check_env
@@ -41,99 +43,142 @@ def test_a_task_cannot_be_an_environment() -> None:
 
 
 SINGLE = """
-    import verifiers as vf
-    from datasets import Dataset
+    import verifiers.v1 as vf
 
-    def load_environment(count=20, fail_on="", evaluation=True):
-        rows = [{"question": f"echo {n}", "answer": str(n), "info": {"parity": n % 2}} for n in range(count + 4)]
+    class EchoData(vf.TaskData):
+        answer: str
 
-        async def exact(completion, answer, **kwargs):
-            text = completion[-1]["content"]
-            if fail_on and fail_on in text:
+    class EchoTask(vf.Task[EchoData]):
+        @vf.reward
+        async def exact(self, trace):
+            if "?" in trace.last_reply:
                 raise ValueError("cannot read this answer")
-            return float(text.strip() == answer)
+            return float(trace.last_reply == self.data.answer)
 
-        def short(parser, completion):
-            return len(parser.parse_answer(completion)) < 5
+        @vf.reward(weight=0.25)
+        async def short(self, trace):
+            return float(len(trace.last_reply) < 5)
 
-        return vf.SingleTurnEnv(
-            dataset=Dataset.from_list(rows[:count]),
-            eval_dataset=Dataset.from_list(rows[count:]) if evaluation else None,
-            system_prompt="Be brief .",
-            few_shot=[{"role": "user", "content": "echo 99"}, {"role": "assistant", "content": "99"}],
-            rubric=vf.Rubric(funcs=[exact, short], weights=[1.0, 0.25]),
-        )
+        @vf.metric
+        async def turns(self, trace):
+            return trace.num_turns
+
+    class EchoConfig(vf.TasksetConfig):
+        count: int = 20
+
+    class Echo(vf.Taskset[EchoTask, EchoConfig]):
+        def load(self):
+            for n in range(self.config.count):
+                shots = [vf.UserMessage(content="echo 99"), vf.AssistantMessage(content="99")]
+                prompt = [*shots, vf.UserMessage(content=f"echo {n}")]
+                yield EchoTask(EchoData(prompt=prompt, system_prompt="Be brief .", answer=str(n)), self.config.task)
+
+    __all__ = ["Echo"]
 """
 
 MULTI = """
-    import asyncio
-    import verifiers as vf
-    from datasets import Dataset
+    import verifiers.v1 as vf
 
-    class Countdown(vf.MultiTurnEnv):
-        released = 0
+    class CountState(vf.State):
+        left: int = 0
 
-        async def setup_state(self, state):
-            state["left"] = state["info"]["start"]
-            return state
+    class CountTask(vf.Task[vf.TaskData, CountState]):
+        @vf.reward
+        async def counted(self, trace):
+            return 1.0 - trace.state.left / int(self.data.name.split()[-1])
 
-        @vf.stop
-        async def at_zero(self, state):
-            return state["left"] <= 0
+    class Counts(vf.Taskset[CountTask]):
+        INFINITE = True
 
-        async def env_response(self, messages, state, **kwargs):
-            said = messages[-1]["content"].strip()
-            if said == "crash":
-                raise vf.ToolError("the line is down")
-            if said == "bug":
-                raise RuntimeError("not an error of verifiers")
-            await asyncio.sleep(0)
-            state["left"] -= 1 if said == str(state["left"]) else 0
-            if state["left"] <= 0:
-                state["final_env_response"] = [{"role": "user", "content": "done"}]
-                return state["final_env_response"]
-            return [{"role": "user", "content": f"{state['left']} left"}]
+        def load(self):
+            n = 0
+            while True:
+                name = f"game {n} : count from {n % 3 + 1}"
+                yield CountTask(vf.TaskData(name=name, system_prompt="Count down ."), self.config.task)
+                n += 1
 
-        @vf.cleanup
-        async def release(self, state):
-            type(self).released += 1
+    class CountConfig(vf.EnvConfig):
+        player: vf.AgentConfig = vf.AgentConfig(max_turns=6)
 
-        @vf.teardown
-        async def shut(self):
-            self.shut_down = getattr(self, "shut_down", 0) + 1
+    class CountEnv(vf.Env[CountConfig]):
+        released = stopped = 0
 
-    async def counted(state):
-        return 1.0 - state["left"] / state["info"]["start"]
+        async def run(self, task, agents):
+            try:
+                async with agents.player.interaction(task) as interaction:
+                    state = interaction.trace.state
+                    state.left = int(task.data.name.split()[-1])
+                    segment = await interaction.turn(task.data.name)
+                    while not segment.terminated:
+                        said = segment.last_reply
+                        if said == "crash":
+                            raise RuntimeError("the line is down")
+                        state.left -= 1 if said == str(state.left) else 0
+                        if not state.left:
+                            break
+                        segment = await interaction.turn(f"{state.left} left")
+            finally:
+                type(self).released += 1
 
-    def load_environment(max_turns=6):
-        rows = [{"question": f"game {n} : count from {n % 3 + 1}", "info": {"start": n % 3 + 1}} for n in range(30)]
-        return Countdown(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[counted]), max_turns=max_turns)
+        async def stop(self):
+            type(self).stopped += 1
+
+    __all__ = ["Counts", "CountEnv"]
 """
 
 TOOLS = """
-    import verifiers as vf
-    from datasets import Dataset
+    import verifiers.v1 as vf
 
-    def add(a: int, b: int) -> int:
-        '''Add two numbers.'''
-        return a + b
+    class SumData(vf.TaskData):
+        answer: str
 
-    def load_environment():
-        rows = [{"question": f"{n} + 1 ?", "answer": str(n + 1)} for n in range(30)]
-        exact = lambda completion, answer: float(completion[-1]["content"].strip() == answer)
-        return vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[add], rubric=vf.Rubric(funcs=[exact]), max_turns=4)
+    class SumTask(vf.Task[SumData]):
+        @vf.reward
+        async def exact(self, trace):
+            return float(trace.last_reply == self.data.answer)
+
+    class Calculator(vf.Toolset[vf.SharedToolsetConfig]):
+        @vf.tool
+        async def add(self, a: int, b: int) -> int:
+            'Add two numbers.'
+            return a + b
+
+    class Sums(vf.Taskset[SumTask]):
+        def load(self):
+            for n in range(30):
+                yield SumTask(SumData(prompt=f"{n} + 1 ?", answer=str(n + 1)), self.config.task)
+
+        @classmethod
+        def toolsets(cls, config):
+            return [Calculator(vf.SharedToolsetConfig())]
+
+    __all__ = ["Sums"]
+    if __name__ == "__main__":  # the process of the tools
+        Calculator.run()
 """
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 1}}\n</tool_call>'
+TWICE = """
+    class TwiceConfig(vf.EnvConfig):
+        solver: vf.AgentConfig = vf.AgentConfig()
+
+    class Twice(vf.Env[TwiceConfig]):
+        async def run(self, task, agents):
+            await asyncio.gather(agents.solver.run(task), agents.solver.run(task))
+
+    __all__ = ["Echo", "Twice"]
+"""
+
+CALL = '<tool_call>\n{"name": "calculator_add", "arguments": {"a": 3, "b": 1}}\n</tool_call>'
 
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")  # for the processes of tools
     monkeypatch.syspath_prepend(str(tmp_path))
     made: list[Env] = []
 
-    def make(source: str, **args: Any) -> Env:
+    def make(source: str, **args: Any) -> Any:
         name = f"vf_env_{abs(hash((source, str(tmp_path)))) % 10**8}"
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
         made.append(make_env(f"verifiers:{name.replace('_', '-')}", **args))
@@ -150,40 +195,30 @@ def play(env: Env, prompt: Any, *actions: str) -> list[Any]:
     return env.step_all([episode], actions[:1]) + [episode.step(action) for action in actions[1:]]
 
 
-def test_single_turn_rows_become_prompts_and_the_rubric_judges(load: Any) -> None:
-    env = load(SINGLE)
-    prompt = env.prompts("test")[3]
+def test_single_turn_tasks_become_prompts_and_their_rewards_are_weighted(load: Any) -> None:
+    env = load(SINGLE, taskset={"count": 40}, agent={"max_turns": 1})
+    assert [len(env.prompts(split)) for split in ("train", "validation", "test")] == [32, 4, 4]
+    prompt = next(prompt for prompt in env.prompts("all") if prompt.answer == "23")
     assert [(m["role"], m["content"]) for m in prompt.messages] == [
         ("system", "Be brief ."),
         ("user", "echo 99"),
         ("assistant", "99"),
         ("user", "echo 23"),
     ]
-    assert (prompt.answer, env.max_steps, len(env.prompts("test")), len(env.prompts("train"))) == ("23", 1, 4, 18)
+    assert env.max_steps == 1
     ((_, reward, terminated, _, info),) = play(env, prompt, " 23")
     assert (reward, terminated, info["verdict"].status) == (1.25, True, Status.OK)
-    assert info["verdict"].parts == {"exact": 1.0, "short": 1.0, "num_turns": 1.0}
+    assert info["verdict"].parts == {"exact": 1.0, "short": 1.0, "turns": 1.0}
     ((_, reward, _, _, info),) = play(env, prompt, "it is 23")
     assert (reward, info["verdict"].status) == (0.0, Status.WRONG)
+    ((_, reward, terminated, _, info),) = play(env, prompt, "what ?")
+    assert (reward, terminated, info["verdict"].status) == (0.0, True, Status.ERROR)
+    assert "ValueError: cannot read this answer" in info["verdict"].detail
 
 
-def test_without_evaluation_dataset_the_rows_are_split(load: Any) -> None:
-    env = load(SINGLE, evaluation=False, count=40)
-    ids = [{prompt.question for prompt in env.prompts(split)} for split in ("train", "validation", "test")]
-    assert [len(one) for one in ids] == [32, 4, 4] and len(set.union(*ids)) == 40
-
-
-def test_a_reward_function_that_raises_is_a_status(load: Any) -> None:
-    env = load(SINGLE, fail_on="?")
-    ((_, reward, terminated, _, info),) = play(env, env.prompts("train")[0], "what ?")
-    verdict = info["verdict"]
-    assert (reward, terminated, verdict.status) == (0.0, True, Status.ERROR)
-    assert "the reward function exact: ValueError: cannot read this answer" in verdict.detail
-
-
-def test_multi_turn_states_are_separate_and_stop_conditions_end_episodes(load: Any) -> None:
+def test_multi_turn_states_are_separate_and_limits_and_errors_end_episodes(load: Any) -> None:
     env = load(MULTI)
-    by_start = {prompt.question[-1]: prompt for prompt in env.prompts("train")}
+    by_start = {prompt.question[-1]: prompt for prompt in env.prompts("validation")[:10]}
     first, second = env.copy(), env.copy()
     first.start(by_start["2"])
     second.start(by_start["3"])
@@ -194,86 +229,70 @@ def test_multi_turn_states_are_separate_and_stop_conditions_end_episodes(load: A
     for _ in range(4):
         assert not second.step("wrong")[2]
     _, reward, terminated, _, info = second.step("3")  # the sixth turn: max_turns
-    assert (reward, terminated, info["verdict"].status) == (0.0, True, Status.WRONG)
+    assert (reward, terminated, info["verdict"].status) == (pytest.approx(1 / 3), True, Status.WRONG)
     assert env.max_steps == 6
-
-
-def test_errors_of_the_environment_are_statuses(load: Any) -> None:
-    env = load(MULTI)
-    prompt = env.prompts("train")[0]
-    for action, detail in (("crash", "the line is down"), ("bug", "not an error of verifiers")):
-        ((_, reward, terminated, _, info),) = play(env, prompt, action)
-        assert (reward, terminated, info["verdict"].status) == (0.0, True, Status.ERROR)
-        assert detail in info["verdict"].detail
+    ((_, reward, terminated, _, info),) = play(env, by_start["1"], "crash")
+    assert (reward, terminated, info["verdict"].status) == (0.0, True, Status.ERROR)
+    assert "the line is down" in info["verdict"].detail
 
 
 def test_tools_are_described_in_the_prompt_and_called_from_text(load: Any) -> None:
     env = load(TOOLS)
     prompt = next(prompt for prompt in env.prompts("all") if prompt.question.startswith("3 "))
-    assert prompt.messages[0]["role"] == "system" and '"name": "add"' in prompt.messages[0]["content"]
+    assert prompt.messages[0]["role"] == "system" and '"name": "calculator_add"' in prompt.messages[0]["content"]
     called, answered = play(env, prompt, CALL, "4")
     assert called[0] == [{"role": "tool", "content": "4"}] and not called[2]
-    assert (answered[1], answered[2], answered[4]["verdict"].parts["add_calls"]) == (1.0, True, 1.0)
-    failed, _ = play(env, prompt, CALL.replace('"add"', '"no"'), "4")
-    assert failed[0][0]["role"] == "tool"
-    invalid, _ = play(env, prompt, "<tool_call>{oops</tool_call>", "4")
-    assert invalid[0][0]["role"] == "tool"
+    assert (answered[1], answered[2]) == (1.0, True)
+    for action in (CALL.replace("calculator_add", "no"), "<tool_call>{oops</tool_call>"):
+        failed, _ = play(env, prompt, action, "4")
+        assert failed[0][0]["role"] == "tool" and "error" in failed[0][0]["content"]
 
 
-@pytest.mark.parametrize("source", [SINGLE, MULTI, TOOLS])
+@pytest.mark.parametrize("source", [SINGLE, MULTI, pytest.param(TOOLS, marks=pytest.mark.slow)])
 def test_check_env_finds_only_that_there_is_no_gold_policy(load: Any, source: str) -> None:
     problems = [finding.what for finding in check_env(load(source), episodes=3) if not finding.ok]
     assert problems == ["a perfect policy reaches max_return"]
 
 
-def test_a_loader_by_path_signal_handlers_and_close(load: Any, tmp_path: Path) -> None:
+def test_close_ends_episodes_and_stops_the_environment(load: Any) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    (tmp_path / "mine.py").write_text(textwrap.dedent(MULTI))
-    env = make_env(f"{tmp_path / 'mine.py'}:load_environment", max_turns=3)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    assert env.max_steps == 3
+    env = load(MULTI)
     episode = env.copy()
     episode.start(env.prompts("train")[0])
-    inner: Any = env.env  # type: ignore[attr-defined]
+    inner = type(env.env)
+    running = len(env.episodes)
+    ended = inner.released
     env.close()
     env.close()
-    # Released: the episode that was under way, and the one that `prompts` starts to see the first messages.
-    assert type(inner).released == 2 and inner.shut_down == 1
-    assert not env.loop.running  # type: ignore[attr-defined]
+    assert running and inner.released == ended + running and inner.stopped == 1 and not env.loop.running
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_unknown_environments_and_group_rewards(load: Any) -> None:
+def test_unsupported_environments_are_user_errors(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"verifiers:no-such-thing could not be loaded: .*no-such-thing"):
         make_env("verifiers:no-such-thing")
-    with pytest.raises(UserError, match="compare answers"):
-        load(
-            """
-            import verifiers as vf
-            from datasets import Dataset
+    with pytest.raises(UserError, match="the agents assistant, user: only"):
+        load(SINGLE, id="user-sim")
+    env = load("    import asyncio\n" + SINGLE + TWICE)
+    ((_, _, _, _, info),) = play(env, env.prompts("train")[0], "1")
+    assert info["verdict"].status is Status.ERROR and "runs its agent more than once" in info["verdict"].detail
+    with pytest.raises(UserError, match=r"cannot be started: .*container"):
+        load(SINGLE.replace("@vf.metric", "NEEDS_CONTAINER = True"))
+    import verifiers
 
-            def best(completions):
-                return [1.0 for _ in completions]
-
-            def load_environment():
-                rows = Dataset.from_list([{"question": "a", "answer": "b"}])
-                return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[best]))
-            """
-        )
+    monkeypatch.setattr(verifiers, "load_environment", None, raising=False)
+    with pytest.raises(UserError, match=r"is not supported: pip install 'verifiers>=0\.4'"):
+        make_env("verifiers:wordle")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [SINGLE, MULTI, TOOLS])
 def test_training_on_environments_of_verifiers(load: Any, source: str, tmp_path: Path) -> None:
-    import json
-
-    from assay.cli.main import main
-
-    (tmp_path / "trained.py").write_text(textwrap.dedent(source))
     settings = {
         "model.source": "preset:pico",
         "model.tokenizer": "characters",
         "model.max_length": 1024,
-        "env.name": f"{tmp_path / 'trained.py'}:load_environment",
+        "env.name": load(source).name,
         "env.max_tokens": 6,
         "sampling.max_new_tokens": 24,
         "train.steps": 2,

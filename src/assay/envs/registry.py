@@ -14,7 +14,7 @@ from typing import Any
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv, as_messages, check_attributes
 from assay.envs.builtin import Calculator, CountdownTries, GuessNumber, PythonTool, Stepwise
 from assay.envs.verifiers_env import PREFIX as VERIFIERS
-from assay.envs.verifiers_env import VerifiersEnv, is_verifiers_env, kept_signal_handlers, load_verifiers_env
+from assay.envs.verifiers_env import load_verifiers_env
 from assay.rewards import load_object
 from assay.tasks import Task, make_task
 from assay.tasks.datasets import PREFIX
@@ -32,8 +32,8 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
     """Create the environment of this name or path.
 
     A path such as "my_file.py:MyEnv" names an Env class, a function that returns an Env, or anything with Gymnasium's
-    `reset` and `step`, or an environment of the package verifiers. Environments such as stepwise run on `task`.
-    A reasoning-gym dataset is a single-step environment. "verifiers:ENV_ID" is an installed environment of verifiers.
+    `reset` and `step`. Environments such as stepwise run on `task`. A reasoning-gym dataset is a single-step
+    environment. "verifiers:ENV_ID" is an installed environment of the package verifiers.
     """
     if path is not None:
         args["path"] = str(path)
@@ -64,12 +64,9 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
         fixed["task"] = task or make_task(default)
     elif task is not None:
         raise UserError(f"the environment {name} has its own problems: remove task.name")
-    with kept_signal_handlers():
-        env = call(factory, name, args, **fixed) if name in ENVS else call_user(factory, name, args, **fixed)
+    env = call(factory, name, args, **fixed) if name in ENVS else call_user(factory, name, args, **fixed)
     if isinstance(env, Env):
         return check_attributes(env)
-    if is_verifiers_env(env):
-        return check_attributes(VerifiersEnv(env, name))
     if not (hasattr(env, "reset") and hasattr(env, "step")):
         raise UserError(f"{name} is not an environment: it must define reset and step, see docs/environments.md")
     make = partial(call_user, factory, name, args, **fixed)

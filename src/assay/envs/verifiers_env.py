@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`: its own loop plays an episode, with the policy of the run as its client.
+"""Environments of the package `verifiers`: its own loop plays an episode, with the policy of the run as its agent.
 
 verifiers is imported only when it is used.
 """
@@ -6,19 +6,14 @@ verifiers is imported only when it is used.
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import functools
 import json
 import logging
 import math
 import os
-import re
-import signal
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from assay.endpoint import LoopThread
 from assay.envs.base import Env, Info, Observation, Step, as_messages, error_step, safe_reset
@@ -27,9 +22,13 @@ from assay.tasks.base import LazyPrompts
 from assay.tasks.sources import DataRow, RowTask, list_source
 from assay.types import Message, Prompt, Status, UserError, Verdict, describe_user_error, missing_extra
 
+if TYPE_CHECKING:
+    from assay.envs.verifiers_policy import Channel
+
 PREFIX = "verifiers:"
-ROW = "verifiers_row"  # the prompt field with the position of its row in the dataset
-DATASET = "verifiers_dataset"  # and that of the dataset: "train" or "test"
+ROW = "verifiers_task"  # the prompt field with the position of its task in the taskset
+MAX_TASKS = 10_000  # of a taskset without end
+THRESHOLD = 0.5  # the reward of a correct answer
 TOOLS = """# Tools
 
 You may call these functions:
@@ -40,52 +39,66 @@ Write a call as a JSON object with the name and the arguments:
 <tool_call>
 {"name": NAME, "arguments": {...}}
 </tool_call>"""
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_failures: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failures", default=None)
 
 
 def load_verifiers_env(name: str, args: Mapping[str, Any]) -> VerifiersEnv:
-    """Load the environment "verifiers:ENV_ID", whose package must be installed; `args` are those of its loader."""
+    """Load the environment "verifiers:TASKSET_ID", whose package must be installed; `args` are its settings."""
     if importing.guard is not None:
         importing.guard(name)
-    package = import_verifiers(name)
-    env_id = name.removeprefix(PREFIX)
+    import_verifiers(name)
+    from verifiers.v1.utils.loaders import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        load_environment,
+        resolve_env_config,
+    )
+
     try:
-        with kept_signal_handlers():
-            env = package.load_environment(env_id, **args)
+        config = resolve_env_config(settings(name, args))
+        env = load_environment(config)
+        taskset = env.taskset if env.taskset.bounded else env.taskset.take(MAX_TASKS)
+        tasks = list(taskset)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{name} could not be loaded: {describe_user_error(error)}") from error
-    return VerifiersEnv(env, name)
+    if not tasks:
+        raise UserError(f"{name} has no tasks")
+    return VerifiersEnv(env, tasks, name)
 
 
-def import_verifiers(what: str) -> Any:
+def import_verifiers(what: str) -> None:
     try:
         import verifiers  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-        verifiers.load_environment  # noqa: B018  # loads the classes
     except ImportError as error:
         raise missing_extra(f"the environment {what}", "verifiers") from error
+    if hasattr(verifiers, "load_environment"):  # removed in 0.4
+        raise UserError(f"verifiers {verifiers.__version__} is not supported: pip install 'verifiers>=0.4'")
     if "VF_LOG_LEVEL" not in os.environ:  # failures are reported as statuses
         logging.getLogger("verifiers").setLevel(logging.CRITICAL)
-    return verifiers
 
 
-def is_verifiers_env(value: Any) -> bool:
-    """Whether an object is an environment of verifiers, without importing the package."""
-    modules = [cls.__module__ for cls in type(value).__mro__ if cls.__name__ == "Environment"]
-    return any(module.startswith("verifiers.") for module in modules)
+def settings(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an environment, in verifiers' form: the policy plays its only agent, in this process."""
+    from verifiers.v1.configs.agent import AgentConfig  # type: ignore[import-not-found,unused-ignore]
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type
 
+    from assay.envs.verifiers_policy import HARNESS
 
-@contextmanager
-def kept_signal_handlers() -> Iterator[None]:
-    """Restore the signal handlers of this process: environments of verifiers replace those for Ctrl-C and SIGTERM."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+    taskset = name.removeprefix(PREFIX)
+    fields = env_config_type(taskset, args.get("id", "")).model_fields
+    agents = {role: info.default for role, info in fields.items() if isinstance(info.default, AgentConfig)}
+    if len(agents) != 1:
+        raise UserError(f"{name} has the agents {', '.join(agents)}: only environments with one agent are supported")
+    ((role, agent),) = agents.items()
+    harness = agent.harness.id if agent.harness else default_harness_id(taskset)
+    if harness not in ("null", "bash"):  # without a harness of its own, the default of verifiers is bash
+        raise UserError(f"{name} needs the harness {harness}: only environments that work with null are supported")
+    policy = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+    return {
+        **args,
+        "taskset": {**args.get("taskset", {}), "id": taskset},
+        role: {**args.get(role, {}), **policy},
+        "interception": {"type": "server"},
+    }
 
 
 class VerifiersEnv(Env):
@@ -93,27 +106,46 @@ class VerifiersEnv(Env):
 
     role = "user"
 
-    def __init__(self, env: Any, name: str = "verifiers") -> None:
-        if not hasattr(env, "rollout") or not hasattr(env, "rubric"):
-            raise UserError(f"{name} is no environment of verifiers: it has no rollout or rubric")
-        if getattr(env.rubric, "has_group_rewards", False):
-            raise UserError(f"{name} has reward functions that compare answers to a prompt, which are not supported")
-        self.env, self.name = env, name
-        turns = getattr(env, "max_turns", -1)
-        self.max_steps = turns if isinstance(turns, int) and turns > 0 else Env.max_steps
-        self.threshold = float(getattr(env, "pass_threshold", 0.5))
-        watch_rewards(env)
-        self.tools = tool_text(getattr(env, "tool_defs", None) or ())
-        self.loop = LoopThread()
+    def __init__(self, env: Any, tasks: Sequence[Any], name: str) -> None:
+        from assay.envs.verifiers_policy import PolicyClient
+
+        self.env, self.tasks, self.name = env, tasks, name
+        (agent,) = env._agent_specs.values()
+        self.max_steps = agent.max_turns or Env.max_steps
+        self.instruction = self.default_extract = ""
         self.rollout: PlayedRollout | None = None
         self.original = self  # of which copies are made; rollouts refer to it, so that deleting a copy ends its rollout
-        self.datasets = read_datasets(env, name)
-        self.rows = VerifiersRows(self.datasets, self)
+        self.client, self.loop = PolicyClient(), LoopThread()
+        self.episodes: set[asyncio.Task[Any]] = set()  # under way
+        self.serving: asyncio.Task[None] | None = None
+        try:
+            self.serving = self.loop.call(self._start())
+            first = self.loop.call(PlayedRollout(self, tasks[0]).begin())
+        except Exception as error:
+            self.close()
+            raise UserError(f"{name} cannot be started: {describe_user_error(error)}") from error
+        self.rows = VerifiersRows(tasks, name, tool_text(first.get("tools") or ()))
         self.has_all = self.rows.has_all
-        self.instruction = self.default_extract = ""
+
+    async def _start(self) -> asyncio.Task[None]:
+        """Start the servers of the environment, in a task that holds them until it is cancelled."""
+        ready = asyncio.get_running_loop().create_future()
+        serving = asyncio.ensure_future(self._serve(ready))
+        await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        return serving
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        from assay.envs.verifiers_policy import CLIENT
+
+        async with self.env.serving():
+            self.env._interception.clients[CLIENT.model_dump_json()] = self.client
+            ready.set_result(None)
+            await asyncio.Event().wait()
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The rows of the dataset. If the environment changes their messages when it starts, it is started for each."""
+        """The tasks. If the environment changes their messages when it starts, it is started for each."""
         prompts = self.rows.prompts(split)
         if self._first_messages(prompts[0]) == prompts[0].messages:
             return prompts
@@ -138,9 +170,9 @@ class VerifiersEnv(Env):
         if prompt is None:
             train = self.prompts("train")
             prompt = train[(seed or 0) % len(train)]
-        row = self.datasets[prompt.fields[DATASET]][prompt.fields[ROW]]
-        self.rollout = PlayedRollout(self.original, row)
-        return self.loop.call(self.rollout.begin()), {"id": prompt.id}
+        self.rollout = PlayedRollout(self.original, self.tasks[prompt.fields[ROW]])
+        self.loop.call(self.rollout.begin())
+        return self.rollout.seen, {"id": prompt.id}
 
     def step(self, action: str) -> Step:
         return self.loop.call(self._played().advance(action))
@@ -150,7 +182,7 @@ class VerifiersEnv(Env):
         played = [episode._played() for episode in episodes if isinstance(episode, VerifiersEnv)]
 
         async def advance() -> list[Step | BaseException]:
-            steps = (one.advance(action) for one, action in zip(played, actions, strict=True))
+            steps = (rollout.advance(action) for rollout, action in zip(played, actions, strict=True))
             return await asyncio.gather(*steps, return_exceptions=True)
 
         results = self.loop.call(advance())
@@ -168,51 +200,44 @@ class VerifiersEnv(Env):
         self.loop.stop()
 
     async def _tear_down(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self.env._teardown()
-        self.env._teardown = _nothing  # verifiers calls it once more when the process exits
-
-
-async def _nothing() -> None:
-    pass
+        for tasks in (self.episodes, {self.serving} if self.serving else set()):  # in this order
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class PlayedRollout:
-    """One rollout of an environment, which waits whenever it needs a reply of the policy."""
+    """One episode of an environment, which waits whenever it needs a reply of the policy."""
 
-    def __init__(self, owner: VerifiersEnv, row: Mapping[str, Any]) -> None:
-        self.owner, self.row = owner, row
-        self.requests: asyncio.Queue[list[Any]] = asyncio.Queue()
-        self.replies: asyncio.Queue[str] = asyncio.Queue()
-        self.task: asyncio.Task[Any] | None = None
+    def __init__(self, owner: VerifiersEnv, task: Any) -> None:
+        self.owner, self.task = owner, task
         self.seen: list[Message] = []  # the messages that the policy has read or written
 
-    async def begin(self) -> Observation:
-        """Run the environment up to its first request; the messages of the prompt."""
-        client = policy_client_class()(self.requests, self.replies)
-        self.task = asyncio.ensure_future(self.owner.env.rollout(dict(self.row), client, "policy", {}))
-        loop, task = self.owner.loop, self.task
-        self.cancel = weakref.finalize(self, lambda: loop.post(task.cancel) if loop.running else None)
+    async def begin(self) -> Mapping[str, Any]:
+        """Run the environment up to its first request, and return it."""
+        from assay.envs.verifiers_policy import Channel
+
+        self.channel = Channel()
+        self.episode = asyncio.ensure_future(play(self.owner, self.task, self.channel))
+        self.owner.episodes.add(self.episode)
+        self.episode.add_done_callback(self.owner.episodes.discard)
+        loop, episode = self.owner.loop, self.episode
+        self.cancel = weakref.finalize(self, lambda: loop.post(episode.cancel) if loop.running else None)
         self.cancel.atexit = False
         request = await self._request()
         if request is None:
-            state = task.result()
-            reason = state.get("error") or "it ended"
+            reason = failure(episode.result()) or "it ended"
             raise UserError(f"{self.owner.name}: the episode ended before the first reply of the policy: {reason}")
-        self.seen = as_text_messages(request, self.owner.tools)
-        return self.seen
+        self.seen = as_text_messages(request["messages"], tool_text(request.get("tools") or ()))
+        return request
 
     async def advance(self, action: str) -> Step:
         """Pass the policy's reply to the environment; what it says next, or the result of the episode."""
-        await self.replies.put(action)
+        await self.channel.replies.put(action)
         request = await self._request()
         if request is None:
-            assert self.task is not None
-            return await self._result(self.task.result())
-        messages = as_text_messages(request, self.owner.tools)
+            return result(self.episode.result())
+        messages = as_text_messages(request["messages"], tool_text(request.get("tools") or ()))
         expected = [*self.seen, Message(role="assistant", content=action)]
         if messages[: len(self.seen)] != self.seen or len(messages) <= len(expected):
             raise UserError("the environment changed earlier messages, or added none: such episodes are not supported")
@@ -220,152 +245,95 @@ class PlayedRollout:
         self.seen = [*expected, *new]
         return new, 0.0, False, False, {}
 
-    async def _request(self) -> list[Any] | None:
-        """The messages of the next request; None if the rollout has ended. Raises what the rollout raised."""
-        assert self.task is not None
-        waiting = asyncio.ensure_future(self.requests.get())
+    async def _request(self) -> Mapping[str, Any] | None:
+        """The next request to the policy; None if the episode has ended. Raises what the episode raised."""
+        waiting = asyncio.ensure_future(self.channel.requests.get())
         try:
-            await asyncio.wait([self.task, waiting], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self.episode, waiting], return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return waiting.result()
-            self.task.result()
+            self.episode.result()
             return None
         finally:
             waiting.cancel()
 
-    async def _result(self, state: Any) -> Step:
-        """Score the rollout. A reward function that raises, or an error of the environment, is an error."""
-        if error := state.get("error"):
-            return error_step(error)
-        failures: list[str] = []
-        _failures.set(failures)
-        rubric = self.owner.env.rubric
-        try:
-            await rubric.score_rollout(state)
-        finally:
-            await rubric.cleanup(state)
-        reward = float(state["reward"])
-        if failures or not math.isfinite(reward):
-            detail = failures[0] if failures else f"the reward is {reward}"
-            return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=detail)}
-        metrics = state.get("metrics") or {}
-        parts = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        status = Status.OK if reward >= self.owner.threshold else Status.WRONG
-        return "", reward, True, False, {"verdict": Verdict(reward, status, parts=parts)}
+
+async def play(owner: VerifiersEnv, task: Any, channel: Channel) -> Any:
+    """Play an episode and return verifiers' record of it."""
+    from verifiers.v1.clients import ModelContext  # type: ignore[import-not-found,unused-ignore]
+
+    from assay.envs.verifiers_policy import CLIENT, MODEL
+
+    ids: list[str] = []
+
+    def connect(trace: Any) -> None:
+        if ids:
+            raise UserError("the environment runs its agent more than once, which is not supported")
+        ids.append(trace.id)
+        owner.client.channels[trace.id] = channel
+
+    try:
+        return await owner.env.run_episode(task, ModelContext(MODEL, CLIENT), on_trace=connect)
+    finally:
+        for trace_id in ids:
+            del owner.client.channels[trace_id]
 
 
-@functools.cache
-def policy_client_class() -> Any:
-    """Stands for the model server in a rollout of verifiers: its requests wait for the policy of the run."""
-    from verifiers.clients import Client  # type: ignore[import-not-found,unused-ignore]
-    from verifiers.types import Response, ResponseMessage, ToolCall  # type: ignore[import-not-found,unused-ignore]
-
-    class PolicyClient(Client):
-        def __init__(self, requests: asyncio.Queue[list[Any]], replies: asyncio.Queue[str]) -> None:
-            super().__init__(None)
-            self.requests, self.replies = requests, replies
-
-        async def get_response(self, prompt: Any, model: str, *args: Any, tools: Any = None, **options: Any) -> Any:
-            await self.requests.put(list(prompt))
-            text = await self.replies.get()
-            calls = [ToolCall(**call) for call in tool_calls(text)] if tools else []
-            message = ResponseMessage(
-                content=text,
-                tool_calls=calls or None,
-                finish_reason="tool_calls" if calls else "stop",
-                is_truncated=False,
-            )
-            return Response(id="policy", created=0, model=model, message=message)
-
-        async def close(self) -> None:
-            pass
-
-    unused = {name: _unused for name in Client.__abstractmethods__ if name != "close"}
-    return type("PolicyClient", (PolicyClient,), unused)
+def failure(episode: Any) -> str:
+    """The first error of an episode; empty if it has none."""
+    errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+    return f"{errors[0].type}: {errors[0].message}" if errors else ""
 
 
-def _unused(*args: Any, **options: Any) -> Any:
-    raise NotImplementedError("replies come from the policy of the run")
+def result(episode: Any) -> Step:
+    """The result of an episode. An error of the environment or of a reward function is an error, not a reward of 0."""
+    detail, reward = failure(episode), math.nan
+    if not detail:
+        (trace,) = episode.traces
+        reward = float(trace.reward)
+        detail = "" if math.isfinite(reward) else f"the reward is {reward}"
+    if detail:
+        return "", 0.0, True, False, {"verdict": Verdict(0.0, Status.ERROR, detail=detail)}
+    scores = {name: given.score for name, given in trace.rewards.items() if given is not None}
+    metrics = {name: float(value) for name, value in trace.metrics.items() if isinstance(value, int | float)}
+    status = Status.OK if reward >= THRESHOLD else Status.WRONG
+    return "", reward, True, False, {"verdict": Verdict(reward, status, parts=metrics | scores)}
 
 
 class VerifiersRows(RowTask):
-    """The rows of the datasets of an environment as prompts."""
+    """The tasks of an environment as prompts."""
 
-    def __init__(self, datasets: Mapping[str, Sequence[Mapping[str, Any]]], owner: VerifiersEnv) -> None:
-        located = {
-            split: [{**row, ROW: index, DATASET: split} for index, row in enumerate(rows)]
-            for split, rows in datasets.items()
-        }
-        whole = next(iter(located.values())) if len(located) == 1 else None
-        super().__init__(list_source(located if whole is None else whole, owner.name))
-        self.name, self.tools = owner.name, owner.tools
+    def __init__(self, tasks: Sequence[Any], name: str, tools: str) -> None:
+        rows = [{**task.data.model_dump(), ROW: index} for index, task in enumerate(tasks)]
+        super().__init__(list_source(rows, name))
+        self.name, self.tools = name, tools
 
     def _convert(self, row: DataRow, origin: str) -> Prompt:
         return self.to_prompt(row, origin)
 
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
+        """The prompt of a task; without one, the environment opens the conversation when it starts."""
+        given, system, answer = (row.values.get(key) for key in ("prompt", "system_prompt", "answer"))
+        messages = [{"role": "user", "content": given or ""}] if isinstance(given, str | None) else list(given)
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
         try:
-            messages = as_text_messages(row.column("prompt"), self.tools)
+            shown = as_text_messages(messages, self.tools)
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from None
-        answer = row.values.get("answer")
         return Prompt(
             id=f"{self.name}/{split}/{row.key}",
-            messages=tuple(messages),
+            messages=tuple(shown),
             answer=answer if isinstance(answer, str) else "",
-            fields={name: row.values[name] for name in (ROW, DATASET)},
+            fields={ROW: row.values[ROW]},
         )
-
-
-def read_datasets(env: Any, name: str) -> dict[str, list[dict[str, Any]]]:
-    """The train dataset as "train", the evaluation dataset as "test"; only one of them if the other does not exist."""
-    try:
-        built = {"train": env.build_dataset(), "test": env.build_eval_dataset()}
-    except Exception as error:
-        raise UserError(f"the dataset of {name} cannot be read: {describe_user_error(error)}") from error
-    datasets = {split: list(dataset) for split, dataset in built.items() if dataset is not None}
-    if not any(datasets.values()):
-        raise UserError(f"{name} has no dataset")
-    return {split: rows for split, rows in datasets.items() if rows}
-
-
-def watch_rewards(env: Any) -> None:
-    """Record exceptions of reward functions, which verifiers itself logs and counts as 0."""
-    rubrics, seen = [env.rubric], set()
-    rubrics += [inner.rubric for inner in (getattr(env, "envs", None) or ())]
-    while rubrics:
-        rubric = rubrics.pop()
-        if id(rubric) in seen:
-            continue
-        seen.add(id(rubric))
-        rubric.funcs = [watched(function) for function in rubric.funcs]
-        rubrics += getattr(rubric, "rubrics", ())
-
-
-def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    name = getattr(function, "__name__", repr(function))
-
-    @functools.wraps(function)
-    async def call(*args: Any, **kwargs: Any) -> float:
-        try:
-            result = function(*args, **kwargs)
-            return float(await result if hasattr(result, "__await__") else result)
-        except Exception as error:
-            failures = _failures.get()
-            if failures is not None:
-                failures.append(f"the reward function {name}: {describe_user_error(error)}")
-            raise
-
-    return call
 
 
 # -- messages and tools as text
 
 
-def as_text_messages(messages: Any, tools: str = "") -> list[Message]:
+def as_text_messages(messages: Sequence[Any], tools: str = "") -> list[Message]:
     """Messages with text only. Definitions of tools are added to the system message."""
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
     result = [_as_text(message) for message in messages]
     if not tools:
         return result
@@ -383,35 +351,17 @@ def _as_text(message: Any) -> Message:
         content = "".join(parts)
     content = "" if content is None else str(content)
     if role == "assistant" and calls and "<tool_call>" not in content:
-        shown = (call_text(call.get("name"), call.get("arguments")) for call in calls)
+        shown = (call_text(call.get("function") or call) for call in calls)
         content = "\n".join([*([content] if content else []), *shown])
-    return Message(role="user" if role == "text" else str(role), content=content)
+    return Message(role=str(role), content=content)
 
 
-def call_text(name: Any, arguments: Any) -> str:
-    values = arguments if not isinstance(arguments, str) else json.loads(arguments or "{}")
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': values})}\n</tool_call>"
+def call_text(function: Mapping[str, Any]) -> str:
+    arguments = json.loads(function["arguments"] or "{}")
+    return f"<tool_call>\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
 
 
-def tool_text(definitions: Sequence[Any]) -> str:
+def tool_text(tools: Sequence[Mapping[str, Any]]) -> str:
     """The description of tools for the system message; empty without tools."""
-    lines = [
-        json.dumps({"name": one.name, "description": one.description, "parameters": one.parameters})
-        for one in definitions
-    ]
+    lines = [json.dumps(tool["function"]) for tool in tools]
     return TOOLS % "\n".join(lines) if lines else ""
-
-
-def tool_calls(text: str) -> list[dict[str, str]]:
-    """The calls in a reply, as verifiers represents them. Invalid JSON becomes a call with these arguments as text."""
-    calls = []
-    for number, match in enumerate(_CALL.finditer(text)):
-        try:
-            value = json.loads(match[1])
-        except (json.JSONDecodeError, RecursionError):
-            value = None
-        named = isinstance(value, dict) and isinstance(value.get("name"), str)
-        name = value["name"] if named else ""
-        arguments = json.dumps(value.get("arguments") or {}) if named else match[1].strip()
-        calls.append({"id": f"call_{number}", "name": name, "arguments": arguments})
-    return calls
