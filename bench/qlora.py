@@ -35,10 +35,15 @@ from assay.models.quantize import NF4Linear, quantize
 from assay.train.progress import RunState
 
 SEVEN = replace(  # Qwen2.5 7B
-    SHAPES["1.5b"],
+    SHAPES["1.5b"](),
     **{"hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "vocab_size": 152064, "tied": False},
 )
-MODELS: dict[str, ModelSpec] = {"tiny": SHAPES["tiny"], "0.5b": SHAPES["0.5b"], "1.5b": SHAPES["1.5b"], "7b": SEVEN}
+MODELS: dict[str, ModelSpec] = {
+    "tiny": SHAPES["tiny"](),
+    "0.5b": SHAPES["0.5b"](),
+    "1.5b": SHAPES["1.5b"](),
+    "7b": SEVEN,
+}
 METHODS = ("qlora", "lora-bf16", "lora", "full")
 
 

@@ -274,7 +274,7 @@ def make_model(args: argparse.Namespace) -> int:
 
     if args.shape not in SHAPES:
         raise SystemExit(f"known shapes: {', '.join(SHAPES)}")
-    spec = SHAPES[args.shape]
+    spec = SHAPES[args.shape]()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = synthetic_tokenizer(spec.vocab_size)
     model = random_model(spec, device, args.seed)

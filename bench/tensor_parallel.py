@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh = init_mesh(tp=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
-    model = Decoder(SHAPES[options.shape])
+    model = Decoder(SHAPES[options.shape]())
     assert mesh.tp_group is not None
     cpu_group = new_cpu_group(mesh.tp_group)
 
@@ -80,7 +80,7 @@ def main() -> None:
     requests = [Request(list(range(i, i + 64)), params, seed=i) for i in range(8)]
     added = SharedCommand(lambda: None, "add", 0, encode_request(requests[0]))
     one_request = [added.encoded] if link.leads else []
-    layer_output = torch.zeros(8 * options.samples, SHAPES[options.shape].hidden)
+    layer_output = torch.zeros(8 * options.samples, SHAPES[options.shape]().hidden)
     row: dict[str, object] = {
         "shape": options.shape,
         "ranks": mesh.tp_size,

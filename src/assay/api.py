@@ -15,24 +15,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
-from assay.engine.base import Request, generate
 from assay.envs import Env
 from assay.envs.base import StepLimit, is_message
-from assay.rollout import request_seed, sampling_params, with_stops
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.resolve import find_run
-from assay.train import checkpoint
-from assay.train.build import inherit_replay, new_run, resume_run
-from assay.train.run import TrainingRun
-from assay.train.sources import ReplayBuffer, SampledGroups, version_of
 from assay.train.trust import guard_run
 from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
+
+if TYPE_CHECKING:  # torch is imported when a run is built
+    from assay.train.run import TrainingRun
+    from assay.train.sources import ReplayBuffer
 
 __all__ = ["Policy", "ReplayBuffer", "Trainer"]
 
@@ -58,6 +56,9 @@ class Policy:
 
         In an environment, it ends like any action: at `env.max_tokens`, or at a stop string of the environment.
         """
+        from assay.engine import Request, generate
+        from assay.rollout import request_seed, sampling_params, with_stops
+
         cfg, collector, prompt = self._training.cfg, self._training.collector, as_prompt(state)
         renderer, env = collector.renderer, collector.env
         if self._version != self.version:
@@ -95,6 +96,8 @@ class Trainer(ABC):
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("a custom loop runs in one process: start it without torchrun, or use assay train")
+        from assay.train.build import new_run
+
         console = Console(quiet=quiet)
         if resume is None:
             cfg = load_settings(TrainConfig, config, settings or {})
@@ -110,6 +113,9 @@ class Trainer(ABC):
 
     def _buffer(self) -> ReplayBuffer:
         """The replay buffer of the run, which checkpoints contain. It is created even if the settings do not use it."""
+        from assay.train import checkpoint
+        from assay.train.build import inherit_replay
+
         training, path = self.training, self.training.directory.path
         if training.replay.buffer is None:
             checkpoint.load_replay(path, self.step, training.replay.make_buffer())
@@ -200,6 +206,8 @@ class Trainer(ABC):
 
     def learn(self, groups: list[Group]) -> dict[str, float]:
         """Train one step on groups with advantages, new or replayed, and copy the new weights to the engine."""
+        from assay.train.sources import version_of
+
         if any(version_of(group) != self.step for group in groups):  # or of another run, whatever its number
             self.training.learner.algo.check_replay()
         self._batch = groups
@@ -207,6 +215,8 @@ class Trainer(ABC):
 
     def record(self, groups: list[Group], metrics: Mapping[str, float]) -> None:
         """End a step that sampled these groups: write files and metrics; evaluate and save when due."""
+        from assay.train.sources import SampledGroups
+
         sampled, self._dropped = SampledGroups(groups, self._dropped), []
         if not sampled.all_groups:
             raise UserError("record was given no groups: pass the groups that this step has sampled")
@@ -222,6 +232,8 @@ def resumed(run: str | Path, settings: Mapping[str, Any], console: Console, trus
     untrusted = guard_run(cfg, path, trust=trust, allow="trust=True")
     if untrusted is not None:
         untrusted.check_settings()
+    from assay.train.build import resume_run
+
     return resume_run(cfg, Run.open(path, write=True), console)
 
 
@@ -242,4 +254,8 @@ def __getattr__(name: str) -> Any:
     if name == "Algorithm":
         warnings.warn("assay.api.Algorithm is now called assay.api.Trainer", DeprecationWarning, stacklevel=2)
         return Trainer
+    if name == "ReplayBuffer":
+        from assay.train.sources import ReplayBuffer
+
+        return ReplayBuffer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

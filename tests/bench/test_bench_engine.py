@@ -57,10 +57,10 @@ def test_only_existing_engine_counters_are_reported() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_mismatch_against_log_probabilities_in_float64(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SCORED_TOKENS", 40)  # several passes
-    model = random_model(SHAPES["tiny"], CPU, seed=2)
+    model = random_model(SHAPES["tiny"](), CPU, seed=2)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # far from uniform
-    wide = random_model(SHAPES["tiny"], CPU, seed=2).double()
+    wide = random_model(SHAPES["tiny"](), CPU, seed=2).double()
     with torch.no_grad():
         wide.lm_head.weight.mul_(20)
     generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,6 @@ from assay.algos import make_algorithm
 from assay.bench import hash_reward, judge_by_hash
 from assay.bench import step as step_module
 from assay.bench.step import (
-    TABLE,
     Sequences,
     StepOptions,
     measure_step,
@@ -23,7 +22,7 @@ from assay.bench.step import (
     step_benchmark,
     step_row_id,
 )
-from assay.bench.workload import Workload
+from assay.bench.workload import TRAINING_TABLE, Workload
 from assay.rewards import JudgePool
 from assay.train.learner.pack import rows_of
 from assay.train.learner.update import Updater
@@ -189,7 +188,7 @@ def test_the_row_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_of_the_training_table() -> None:
-    assert [work.id for work in TABLE] == ["train-0.5b-16x1024", "train-1.5b-16x1024"]
+    assert [work.id for work in TRAINING_TABLE] == ["train-0.5b-16x1024", "train-1.5b-16x1024"]
 
 
 @pytest.mark.parametrize(

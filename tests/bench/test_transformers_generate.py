@@ -45,7 +45,7 @@ def test_runs_alternate_on_the_same_requests(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_transformers_gets_the_same_weights() -> None:
-    model = random_model(SHAPES["tiny"], CPU, seed=1)
+    model = random_model(SHAPES["tiny"](), CPU, seed=1)
     hf = script.transformers_model(model, CPU, torch.float32)
     ids = torch.arange(40).view(2, 20) * 7 % 512
     with torch.no_grad():

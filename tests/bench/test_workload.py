@@ -16,11 +16,11 @@ from assay.types import UserError
 
 @pytest.mark.parametrize(("shape", "weights"), [("0.5b", 494_032_768), ("1.5b", 1_543_714_304)])
 def test_shapes_have_the_parameter_counts_of_the_published_models(shape: str, weights: int) -> None:
-    assert SHAPES[shape].parameters == weights  # of the published checkpoints
+    assert SHAPES[shape]().parameters == weights  # of the published checkpoints
 
 
 def test_random_weights_are_normal_and_the_same_for_the_same_seed() -> None:
-    first, again, other = (dict(random_model(SHAPES["tiny"], torch.device("cpu"), s).weights()) for s in (3, 3, 4))
+    first, again, other = (dict(random_model(SHAPES["tiny"](), torch.device("cpu"), s).weights()) for s in (3, 3, 4))
     for name, weight in first.items():
         assert torch.equal(weight, again[name])
         if "norm" in name:

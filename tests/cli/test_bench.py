@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,24 @@ def parsed(*words: str) -> argparse.Namespace:
 def parsed_command(row: dict[str, Any]) -> argparse.Namespace:
     """The arguments of the command that a row was measured with."""
     return parsed(*shlex.split(row["command"])[2:])
+
+
+HELP = """
+import sys
+from assay.cli.main import main
+for words in (["bench"], ["bench", "engine"], ["bench", "step"], ["bench", "episodes"]):
+    try:
+        main([*words, "--help"])
+    except SystemExit:
+        pass
+sys.exit("torch is imported" if "torch" in sys.modules else 0)
+"""
+
+
+def test_help_does_not_import_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--prompt-tokens" in done.stdout and "--train-only" in done.stdout and "--step-tokens" in done.stdout
 
 
 def test_engine_defaults_are_the_standard_workload() -> None:
@@ -148,7 +167,7 @@ def test_the_step_table_has_the_step_and_the_trainings() -> None:
     args = parsed("step", "--table", "--kl", "0.1", *HOW)
     jobs = [job for _, job in bench.step_jobs(args, bench.step_work(args), bench.step_options(args))]
     work, options = zip(*(job.args for job in jobs), strict=True)  # type: ignore[attr-defined]
-    assert work == (Workload(), *step.TABLE) and [option.kl for option in options] == [0.1, 0.0, 0.0]
+    assert work == (Workload(), *workload.TRAINING_TABLE) and [option.kl for option in options] == [0.1, 0.0, 0.0]
 
 
 def test_step_results_are_compared_with_rows_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from assay.bench import RunProgress
 from assay.bench.results import summarize
-from assay.bench.workload import Measurement, Workload, command_options, option
+from assay.bench.workload import Options, Workload, command_options
 from assay.engine import Engine, Failed, Request, generate, make_engine
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
@@ -33,15 +33,6 @@ from assay.types import Completion, Progress, UserError
 # Counters of the engine that are reported.
 STATS = ("prefill_tokens", "decode_steps", "decoded_tokens", "preemptions", "kv_waste", "kv_waste_peak")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Options(Measurement):
-    """How the engine is measured."""
-
-    repeat: int = option(3, "timed runs after a warm-up run", minimum=1)
-    mismatch: bool = option(True, "compare log-probabilities with the trainer's")
-    parts: bool = option(False, "kernel times of a decode step by category (CUDA only)")
 
 
 class EngineBenchmark:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from assay.bench import RunProgress
 from assay.bench.engine import device_settings, now, row_id
 from assay.bench.results import summarize
-from assay.bench.workload import SHAPES, CommandOptions, Measurement, command_options, option, random_model
+from assay.bench.workload import NANO, SHAPES, EpisodeOptions, Episodes, command_options, random_model
 from assay.engine import EngineInfo, Event, SamplingParams, make_engine
 from assay.envs import Env
 from assay.models import PolicyModel, build_preset
@@ -23,10 +23,9 @@ from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits
 from assay.text import Renderer, char_tokenizer
-from assay.types import Progress, Rollout, UserError, unknown_name
+from assay.types import Progress, Rollout
 
 MODES = ("rounds", "own-pace")
-NANO = "nano"  # the smallest preset: most of the time is spent on the host
 MAX_LENGTH = 1024  # tokens per episode
 WEIGHTS_SEED = 3
 
@@ -62,37 +61,6 @@ class Rounds:
         while new := self.engine.step():
             events += new
         return events
-
-
-@dataclass(frozen=True)
-class Episodes(CommandOptions):
-    """The episodes that are played."""
-
-    shape: str = option(NANO, "nano, or 0.5b, 1.5b... with one token per letter")
-    episodes: int = option(2048, "number of episodes", minimum=1)
-    samples: int = option(8, "episodes per environment seed", minimum=1)
-    step_tokens: int = option(64, "maximum tokens per action", minimum=1)
-    max_batch: int = option(256, "running episodes at most", minimum=1)
-    seed: int = option(0, "seed of sampling")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shape not in (known := (NANO, *SHAPES)):
-            raise unknown_name("shape", self.shape, known)
-        if self.episodes % self.samples:
-            raise UserError(f"--episodes {self.episodes} must be a multiple of --samples {self.samples}")
-
-    @property
-    def id(self) -> str:
-        shape = "" if self.shape == NANO else f"{self.shape}-"
-        return f"episodes-{shape}{self.episodes}{self.id_of(('samples', 'step_tokens', 'max_batch'))}"
-
-
-@dataclass(frozen=True)
-class EpisodeOptions(Measurement):
-    """How episodes are measured."""
-
-    repeat: int = option(1, "timed runs of each mode after a warm-up run", minimum=1)
 
 
 def measure_episodes(work: Episodes, options: EpisodeOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
@@ -137,7 +105,7 @@ def measure_episodes(work: Episodes, options: EpisodeOptions, progress: Progress
 def make_policy(shape: str, vocab_size: int, device: torch.device) -> PolicyModel:
     if shape == NANO:
         return build_preset(shape, vocab_size, MAX_LENGTH, WEIGHTS_SEED)
-    return random_model(replace(SHAPES[shape], vocab_size=vocab_size, max_length=MAX_LENGTH), device, WEIGHTS_SEED)
+    return random_model(replace(SHAPES[shape](), vocab_size=vocab_size, max_length=MAX_LENGTH), device, WEIGHTS_SEED)
 
 
 def play(work: Episodes, engine: Any, renderer: Renderer, mode: str, progress: Progress) -> list[Rollout]:

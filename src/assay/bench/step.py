@@ -5,7 +5,6 @@ The components are those of `assay train`, with random weights and prompts.
 
 from __future__ import annotations
 
-import math
 import random
 import resource
 import shlex
@@ -13,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from assay.bench import RunProgress, judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
 from assay.bench.results import summarize
-from assay.bench.workload import Measurement, ModelOptions, Workload, command_options, option
+from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings, updater_fields
 from assay.config import TrainConfig
 from assay.engine import Engine
 from assay.mesh import Mesh
@@ -42,44 +41,7 @@ from assay.train.progress import RunState, Schedule
 from assay.train.reference import freeze_reference
 from assay.train.sources import OnPolicySource, PromptStream
 from assay.train.sync import sync_weights
-from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Turn, UserError, unknown_name
-
-SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are options of the command, not of --set
-
-
-@dataclass(frozen=True)
-class StepOptions(Measurement):
-    """How a step, or training alone, is measured. Master weights are float32 with every `dtype`."""
-
-    steps: int = option(3, "timed steps after a warm-up step", minimum=1)
-    kl: float = option(0.0, "KL coefficient; above 0: with a reference model", metavar="COEF")
-    set: tuple[str, ...] = ()  # NAME=VALUE, each a setting of the updater
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.kl < float("inf"):
-            raise UserError(f"--kl must be 0 (no reference) or more, not {self.kl}")
-        parse_settings(self.set)
-
-
-def updater_fields() -> dict[str, Field]:
-    """Settings of the updater that --set can change."""
-    plain = [field for field in fields(Updater) if isinstance(field.default, bool | int | float | str)]
-    return {field.name: field for field in plain if field.name not in SEPARATE_OPTIONS}
-
-
-def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    known, settings = updater_fields(), {}
-    for word in words:
-        name, _, text = word.partition("=")
-        if name not in known:
-            raise unknown_name("setting", name, known, where="in --set")
-        kind: Any = type(known[name].default)
-        try:
-            settings[name] = {"true": True, "false": False}[text] if kind is bool else kind(text)
-        except (KeyError, ValueError):
-            raise UserError(f"--set {word}: {name} takes a value such as {str(known[name].default).lower()}") from None
-    return settings
+from assay.types import Group, Progress, Prompt, UserError
 
 
 def step_row_id(name: str, options: StepOptions) -> str:
@@ -278,31 +240,6 @@ def measure_step(work: Workload, options: StepOptions, progress: Progress | None
         return [bench.row(["assay", "bench", "step", *command_options(work, options)])]
 
 
-@dataclass(frozen=True)
-class Sequences(ModelOptions):
-    """Sequences for training alone. All their tokens are trained except the first, which has no context."""
-
-    sequences: int = option(16, "sequences of --train-only", minimum=1)
-    tokens: int = option(1024, "tokens per sequence of --train-only", minimum=2)
-    seed: int = option(0, "seed of weights and tokens")
-
-    @property
-    def id(self) -> str:
-        return f"train-{self.label}-{self.sequences}x{self.tokens}"
-
-    def group(self, vocab_size: int, run: int) -> Group:
-        """Random answers to a prompt of one token: half of them with advantage 1, half with -1."""
-        rng = random.Random(f"{self.seed}/{run}")
-        prompt = Prompt(f"bench/{run}", ())
-        uniform = [-math.log(vocab_size)] * (self.tokens - 1)  # close to the log-probabilities of random weights
-        group = Group(prompt, [])
-        for index in range(self.sequences):
-            first, *rest = rng.choices(range(vocab_size), k=self.tokens)
-            turn = Turn([first], Completion(rest, uniform, uniform, Finish.LENGTH), "")
-            group.rollouts.append(Rollout(prompt, index, [turn], advantage=1.0 if index % 2 else -1.0))
-        return group
-
-
 def measure_training(work: Sequences, options: StepOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
     device = pick_device(options.device)
     free_memory(device)
@@ -333,6 +270,3 @@ def measure_training(work: Sequences, options: StepOptions, progress: Progress |
         "command": shlex.join(words),
     }
     return [row]
-
-
-TABLE = (Sequences(), Sequences(shape="1.5b"))

@@ -1,6 +1,7 @@
 """Workloads of the benchmarks: a model (a known shape with random weights, or one that is loaded) and requests.
 
-Workloads and measurement settings are dataclasses whose fields are also the options of the command line.
+Workloads and measurement settings are dataclasses whose fields are also the options of the command line. torch is
+imported only when a model is built.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Turn, UserError, unknown_name
 
-from assay.engine import Request, SamplingParams
-from assay.models.base import PolicyModel
-from assay.models.decoder import Decoder
-from assay.models.load import load_model, preset
-from assay.models.spec import ModelSpec
-from assay.types import Progress, UserError, unknown_name
+if TYPE_CHECKING:
+    import torch
+
+    from assay.engine import Request, SamplingParams
+    from assay.models import Decoder, ModelSpec, PolicyModel
 
 
 def qwen2(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, vocab_size: int) -> ModelSpec:
+    from assay.models import ModelSpec
+
     return ModelSpec(
         family="qwen2",
         vocab_size=vocab_size,
@@ -41,26 +43,36 @@ def qwen2(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int
     )
 
 
-SHAPES: dict[str, ModelSpec] = {
-    "0.5b": qwen2(896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
-    "1.5b": qwen2(1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
-    "tiny": qwen2(64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # for tests
-    "tiny-llama": preset("tiny-llama", vocab_size=512, max_length=2048),  # for measurements on a CPU
+def tiny_llama() -> ModelSpec:
+    from assay.models import preset
+
+    return preset("tiny-llama", vocab_size=512, max_length=2048)
+
+
+SHAPES: dict[str, Callable[[], ModelSpec]] = {
+    "0.5b": partial(qwen2, 896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
+    "1.5b": partial(qwen2, 1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
+    "tiny": partial(qwen2, 64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # for tests
+    "tiny-llama": tiny_llama,  # for measurements on a CPU
 }
 
 
-@torch.no_grad()
 def random_model(spec: ModelSpec, device: torch.device, seed: int) -> Decoder:
     """Norm weights are 1, all others normal with standard deviation 0.02, sampled on the device."""
+    import torch
+
+    from assay.models import Decoder
+
     with torch.device("meta"):
         model = Decoder(spec)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if "norm" in name:
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0.0, 0.02, generator=generator)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, 0.02, generator=generator)
     return model
 
 
@@ -138,10 +150,14 @@ class ModelOptions(CommandOptions):
 
     def float32_model(self, device: torch.device, seed: int, progress: Progress | None = None) -> PolicyModel:
         """The policy as the trainer holds it; the engine copies its weights in its own dtype."""
+        import torch
+
+        from assay.models import load_model
+
         if self.model is not None:
             report = None if progress is None else partial(progress, f"loading {self.model}")
             return load_model(self.model, device=device, dtype=torch.float32, report=report)
-        return random_model(SHAPES[self.shape], device, seed)
+        return random_model(SHAPES[self.shape](), device, seed)
 
 
 FIXED, LONGTAIL = "fixed", "longtail"
@@ -238,6 +254,8 @@ class Workload(ModelOptions):
 
     def make_requests(self, vocab_size: int, run: int) -> list[Request]:
         """Every run has its own prompts, so that no run reuses cached prefixes of another."""
+        from assay.engine import Request
+
         rng = random.Random(f"{self.seed}/{run}")
         prompts = [rng.choices(range(vocab_size), k=self.prompt_tokens) for _ in range(self.prompts)]
         if not self.is_longtail:
@@ -249,6 +267,8 @@ class Workload(ModelOptions):
 
     def params(self, n: int, new: int) -> SamplingParams:
         """No stop tokens: every sequence reaches its length."""
+        from assay.engine import SamplingParams
+
         return SamplingParams(
             n=n,
             temperature=self.temperature,
@@ -267,6 +287,116 @@ TABLE = (
     Workload(prompts=1, samples=1, new=512),
 )
 STARTUP = Workload()  # its start-up time is part of the table
+
+
+@dataclass(frozen=True)
+class Sequences(ModelOptions):
+    """Sequences for training alone. All their tokens are trained except the first, which has no context."""
+
+    sequences: int = option(16, "sequences of --train-only", minimum=1)
+    tokens: int = option(1024, "tokens per sequence of --train-only", minimum=2)
+    seed: int = option(0, "seed of weights and tokens")
+
+    @property
+    def id(self) -> str:
+        return f"train-{self.label}-{self.sequences}x{self.tokens}"
+
+    def group(self, vocab_size: int, run: int) -> Group:
+        """Random answers to a prompt of one token: half of them with advantage 1, half with -1."""
+        rng = random.Random(f"{self.seed}/{run}")
+        prompt = Prompt(f"bench/{run}", ())
+        uniform = [-math.log(vocab_size)] * (self.tokens - 1)  # close to the log-probabilities of random weights
+        group = Group(prompt, [])
+        for index in range(self.sequences):
+            first, *rest = rng.choices(range(vocab_size), k=self.tokens)
+            turn = Turn([first], Completion(rest, uniform, uniform, Finish.LENGTH), "")
+            group.rollouts.append(Rollout(prompt, index, [turn], advantage=1.0 if index % 2 else -1.0))
+        return group
+
+
+TRAINING_TABLE = (Sequences(), Sequences(shape="1.5b"))
+NANO = "nano"  # the smallest preset: most of the time is spent on the host
+
+
+@dataclass(frozen=True)
+class Episodes(CommandOptions):
+    """The episodes that are played."""
+
+    shape: str = option(NANO, "nano, or 0.5b, 1.5b... with one token per letter")
+    episodes: int = option(2048, "number of episodes", minimum=1)
+    samples: int = option(8, "episodes per environment seed", minimum=1)
+    step_tokens: int = option(64, "maximum tokens per action", minimum=1)
+    max_batch: int = option(256, "running episodes at most", minimum=1)
+    seed: int = option(0, "seed of sampling")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shape not in (known := (NANO, *SHAPES)):
+            raise unknown_name("shape", self.shape, known)
+        if self.episodes % self.samples:
+            raise UserError(f"--episodes {self.episodes} must be a multiple of --samples {self.samples}")
+
+    @property
+    def id(self) -> str:
+        shape = "" if self.shape == NANO else f"{self.shape}-"
+        return f"episodes-{shape}{self.episodes}{self.id_of(('samples', 'step_tokens', 'max_batch'))}"
+
+
+@dataclass(frozen=True)
+class EpisodeOptions(Measurement):
+    """How episodes are measured."""
+
+    repeat: int = option(1, "timed runs of each mode after a warm-up run", minimum=1)
+
+
+@dataclass(frozen=True)
+class Options(Measurement):
+    """How the engine is measured."""
+
+    repeat: int = option(3, "timed runs after a warm-up run", minimum=1)
+    mismatch: bool = option(True, "compare log-probabilities with the trainer's")
+    parts: bool = option(False, "kernel times of a decode step by category (CUDA only)")
+
+
+@dataclass(frozen=True)
+class StepOptions(Measurement):
+    """How a step, or training alone, is measured. Master weights are float32 with every `dtype`."""
+
+    steps: int = option(3, "timed steps after a warm-up step", minimum=1)
+    kl: float = option(0.0, "KL coefficient; above 0: with a reference model", metavar="COEF")
+    set: tuple[str, ...] = ()  # NAME=VALUE, each a setting of the updater
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.kl < float("inf"):
+            raise UserError(f"--kl must be 0 (no reference) or more, not {self.kl}")
+        if self.set:
+            parse_settings(self.set)
+
+
+SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are options of the command, not of --set
+
+
+def updater_fields() -> dict[str, Field]:
+    """Settings of the updater that --set can change."""
+    from assay.train.learner.update import Updater
+
+    plain = [field for field in fields(Updater) if isinstance(field.default, bool | int | float | str)]
+    return {field.name: field for field in plain if field.name not in SEPARATE_OPTIONS}
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    known, settings = updater_fields(), {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in known:
+            raise unknown_name("setting", name, known, where="in --set")
+        kind: Any = type(known[name].default)
+        try:
+            settings[name] = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            raise UserError(f"--set {word}: {name} takes a value such as {str(known[name].default).lower()}") from None
+    return settings
 
 
 def command_options(*groups: CommandOptions) -> list[str]:

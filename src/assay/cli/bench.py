@@ -14,23 +14,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from assay.bench import step, workload
-from assay.bench.engine import Options, measure, measure_startup, print_first_token
-from assay.bench.episodes import EpisodeOptions, Episodes, measure_episodes
-from assay.bench.results import (
-    describe_machine,
-    describe_versions,
-    earlier_rows,
-    peer_rows,
-    peer_steps,
-    save,
-    with_ratios,
+from assay.bench import workload
+from assay.bench.workload import (
+    EpisodeOptions,
+    Episodes,
+    Options,
+    Sequences,
+    StepOptions,
+    Workload,
+    command_options,
+    option_name,
 )
-from assay.bench.step import Sequences, StepOptions
-from assay.bench.workload import Workload, command_options, option_name
-from assay.models.device import pick_device
 from assay.runs.console import Console
 from assay.types import Progress, UserError, plural
 
@@ -119,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_engine(args: argparse.Namespace) -> int:
+    from assay.bench.engine import print_first_token
+    from assay.bench.results import peer_rows
+    from assay.models import pick_device
+
     work, options = engine_work(args), Options(**Options.given(args))
     if args.first_token:
         print_first_token(work, options)
@@ -141,6 +139,8 @@ def engine_work(args: argparse.Namespace) -> Workload:
 
 
 def engine_jobs(args: argparse.Namespace, work: Workload, options: Options) -> list[Job]:
+    from assay.bench.engine import measure, measure_startup
+
     speeds = workload.TABLE if args.table else () if args.startup else (work,)
     starts = (workload.STARTUP,) if args.table else (work,) if args.startup else ()
     jobs: list[Job] = [(describe_engine(what), partial(measure, what, options)) for what in speeds]
@@ -156,6 +156,8 @@ def describe_engine(work: Workload) -> str:
 
 
 def run_step(args: argparse.Namespace) -> int:
+    from assay.bench.results import peer_steps
+
     work, options = step_work(args), step_options(args)
     peers = [] if args.peer_rows is None else peer_steps(args.peer_rows)
     words = ["--table"] if args.table else ["--train-only"] * args.train_only + command_options(work)
@@ -194,11 +196,13 @@ def step_options(args: argparse.Namespace) -> list[StepOptions]:
 
 
 def step_jobs(args: argparse.Namespace, work: Workload | Sequences, options: Sequence[StepOptions]) -> list[Job]:
-    works: tuple[Workload | Sequences, ...] = (Workload(), *step.TABLE) if args.table else (work,)
+    from assay.bench import step
+
+    works: tuple[Workload | Sequences, ...] = (Workload(), *workload.TRAINING_TABLE) if args.table else (work,)
     jobs: list[Job] = []
     for what, how in product(works, options):
         note = " ".join((describe_step(what), *how.set))
-        if isinstance(what, step.Sequences):
+        if isinstance(what, Sequences):
             jobs.append((note, partial(step.measure_training, what, replace(how, kl=0.0))))
         else:
             jobs.append((note, partial(step.measure_step, what, how)))
@@ -214,6 +218,8 @@ def describe_step(work: Workload | Sequences) -> str:
 
 
 def run_episodes(args: argparse.Namespace) -> int:
+    from assay.bench.episodes import measure_episodes
+
     work, options = Episodes(**Episodes.given(args)), EpisodeOptions(**EpisodeOptions.given(args))
     actions = f"actions of up to {plural(work.step_tokens, 'token')}"
     sizes = f"{plural(work.episodes, 'episode')}, at most {work.max_batch} running, {actions}"
@@ -227,6 +233,10 @@ def run_jobs(
     args: argparse.Namespace, jobs: Sequence[Job], words: Sequence[str], smaller: str, peers: Sequence[Any] = ()
 ) -> Rows:
     """Run all jobs and return their rows. `words` is the command; `smaller` names options that need less memory."""
+    import torch
+
+    from assay.bench.results import describe_machine, describe_versions, earlier_rows, save, with_ratios
+
     console = Console(live=False)  # a live display would take time from what is measured
     machine, versions = describe_machine(), describe_versions()
     if args.json is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PREFIX = "verifiers:"
 ROW = "verifiers_task"  # the prompt field with the position of its task in the taskset
-MAX_TASKS = 10_000  # of a taskset without end
+MAX_TASKS = 1_000  # of a taskset without end
 THRESHOLD = 0.5  # the reward of a correct answer
 TOOLS = """# Tools
 
