@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-slurm test-vllm test-sglang lint format clean
+.PHONY: demo test test-all test-extras test-slurm test-vllm test-sglang lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/assay train configs/demo.toml
@@ -20,6 +20,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST) -m "not slurm"
+
+# Installs the newest version of each optional package, from the package index.
+test-extras: $(READY)
+	$(BIN)/python dev/extras.py
 
 # Needs Debian's slurm-wlm and munge, or the like; the daemons are its own and end with it.
 test-slurm: $(READY)

@@ -256,6 +256,14 @@ def test_a_file_for_transformers_names_the_missing_extra(make_hf, tmp_path, monk
         load_model(str(tmp_path / "rwkv.gguf"))
 
 
+def test_transformers_reads_a_file_with_accelerate(make_hf, logit_difference, tmp_path):
+    pytest.importorskip("accelerate", reason="the extra gguf is not installed")
+    hf = make_hf("llama")
+    write_gguf(tmp_path / "m.gguf", hf, "llama")
+    model = load_fallback(tmp_path, device="cpu", dtype=torch.float32, gguf_file="m.gguf")
+    assert logit_difference(model, hf) < 1e-4
+
+
 SENTENCES = [  # in SmolLM2's tokens: a fact, a word problem, a line of code
     [504, 3575, 282, 4649, 314, 7042, 30],
     [62, 6927, 542, 3459, 23026, 288, 216, 36, 40, 282, 874, 2428, 281, 4124, 28, 284, 965, 1041, 3459, 2745, 347, 800],

@@ -150,7 +150,7 @@ def test_missing_packages_name_their_extra(run: Run, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_tensorboard_files_hold_the_numbers(run: Run) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tracker,) = make_trackers(None, True, run)
@@ -164,7 +164,7 @@ def test_tensorboard_files_hold_the_numbers(run: Run) -> None:
 
 @pytest.mark.slow
 def test_wandb_offline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     (tracker,) = make_trackers("project", False, run)

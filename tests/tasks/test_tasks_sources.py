@@ -5,6 +5,7 @@ import json
 import pytest
 
 from assay.tasks import make_task
+from assay.tasks.sources import load_hub
 from assay.types import UserError
 
 
@@ -88,3 +89,11 @@ def test_invalid_files_are_user_errors(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
         make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")
+
+
+def test_the_datasets_package_reads_a_split(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="the extra hub is not installed")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"question": f"q{n}", "answer": str(n)} for n in range(3)]
+    write(tmp_path / "train.jsonl", rows)
+    assert load_hub(str(tmp_path), None, "train") == rows
