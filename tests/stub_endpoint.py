@@ -1,15 +1,16 @@
 """A strict stand-in for an OpenAI-compatible endpoint: it checks requests, and injects faults on demand.
 
-Faults on the level of connections (lost connections, broken answers) need a plain socket server.
+Faults on the level of connections (lost connections, broken answers) need a plain socket server: `raw_server`.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -187,3 +188,35 @@ def stub_endpoint(answering: Answering, key: str = "", faults: tuple[Fault, ...]
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def raw_server(begin: bytes, pause_s: float, rest: bytes) -> Iterator[tuple[str, list[int]]]:
+    """A server that answers every request with `begin`, and then sends `rest` again and again until the client closes.
+
+    Yields its URL and a list with the number of bytes that it has sent.
+    """
+    sent, stopped = [0], threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            part = begin
+            while not stopped.is_set():
+                connection.sendall(part)
+                sent[0] += len(part)
+                part = rest
+                time.sleep(pause_s if rest else 0.01)
+
+    def accept(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", sent
+        finally:
+            stopped.set()
+            listener.shutdown(socket.SHUT_RDWR)

@@ -11,7 +11,7 @@ from email.utils import formatdate
 from typing import Any
 
 import pytest
-from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
+from stub_endpoint import Fault, StubEndpoint, message, raw_server, stub_endpoint
 
 from assay import endpoint as module
 from assay.config import EndpointConfig
@@ -180,6 +180,23 @@ def test_a_stream_that_breaks_off_is_not_repeated() -> None:
         with pytest.raises(EndpointError, match="the answer broke off"):
             client.loop.call(client.stream(CHAT, BODY, parts.append))
         assert len(server.requests) == len(parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "error"),
+    [
+        ("content-encoding: gzip\r\n", "content encoding 'gzip'"),
+        ("", "the answer broke off: .* no answer within 0.3 s"),
+    ],
+    ids=["compressed", "a line that never ends"],
+)
+def test_streams_are_limited_in_size_and_time(headers: str, error: str) -> None:
+    begin = f'HTTP/1.1 200 OK\r\n{headers}content-length: 9999\r\n\r\ndata: {{"a": 1}}\n\ndata: {{'.encode()
+    with raw_server(begin, 0.05, b" ") as (url, _):
+        client = Endpoint(EndpointConfig(url=url, timeout_s=0.3, retries=0), "openai")
+        with pytest.raises(EndpointError, match=error):
+            client.loop.call(client.stream(CHAT, BODY, lambda part: None))
+        client.close()
 
 
 def test_extra_fields_are_sent() -> None:

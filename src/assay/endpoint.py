@@ -1,6 +1,9 @@
 """Client of OpenAI-compatible endpoints: concurrency, retries with back-off, rate limits, token counts.
 
 The API key comes from the environment. It is held by the HTTP client only, and removed from all error messages.
+
+Answers come from programs that may be broken or hostile: their size and duration are limited, they must not be
+compressed, and redirects are not followed. All HTTP clients of assay use `opened`, `read_answer` and `read_lines`.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -23,11 +26,20 @@ from assay.types import UserError, describe_error, missing_extra, plural
 
 T = TypeVar("T")
 CONNECT_S = 10.0  # time limit of opening a connection
+KEEP_ALIVE_S = 2.0  # idle connections are closed after this; servers close theirs after 5 s or more
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0  # between two attempts: doubled each time, up to the maximum
 MAX_RETRY_AFTER_S = 600.0  # an endpoint that asks for a longer pause is not waited for
 RETRIED = (408, 425, 429)  # and all from 500 on
 REFUSED = (401, 403, 404)  # every other request would get the same answer
 NO_CREDIT = "insufficient_quota"  # error code of status 429 where waiting does not help
+MAX_BYTES = (
+    64 << 20
+)  # of an answer: 16,000 tokens with 20 alternatives each, as the OpenAI API describes them, are 40 MB
+STREAM_LIMITS = 30  # a stream may take this many times the time limit of its next line
+
+
+class BadBody(Exception):
+    """The body of an answer is compressed or too large."""
 
 
 class EndpointError(UserError):
@@ -99,10 +111,11 @@ class Endpoint:
         """Send a request; the JSON object of the answer. Raises an `EndpointError`."""
 
         async def attempt() -> dict[str, Any]:
-            async with asyncio.timeout(self.timeout_s or None):
-                response = await self._client.post(path, json={**body, **self.extra})
-            self._check(path, response)
-            return self._object(path, response.text)
+            payload = {**body, **self.extra}
+            async with asyncio.timeout(self.timeout_s or None), opened(self._client, "POST", path, payload) as response:
+                answer = await read_answer(response)
+            self._check(path, answer)
+            return self._object(path, answer.text)
 
         return await self._with_retries(path, attempt)
 
@@ -115,12 +128,14 @@ class Endpoint:
 
         async def attempt() -> None:
             nonlocal begun
-            payload = {**body, **self.extra, "stream": True}
-            async with self._client.stream("POST", path, json=payload, timeout=self._timeouts()) as response:
+            payload, limit = {**body, **self.extra, "stream": True}, self.timeout_s
+            async with (
+                asyncio.timeout(STREAM_LIMITS * limit or None),
+                opened(self._client, "POST", path, payload, limit) as response,
+            ):
                 if response.status_code != 200:
-                    await response.aread()
-                self._check(path, response)
-                async for line in response.aiter_lines():
+                    self._check(path, await read_answer(response, timeout_s=limit))
+                async for line in read_lines(response, timeout_s=limit):
                     data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
                     if data == "[DONE]":
                         return
@@ -176,9 +191,11 @@ class Endpoint:
 
         try:
             return await attempt()
-        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout):
+        except TimeoutError:
             text = f"{self.url}{path} gave no answer within {self.timeout_s:g} s: raise {self.section}.timeout_s"
             raise Retry(EndpointError(text, timed_out=True)) from None
+        except BadBody as error:
+            raise EndpointError(f"{self.url}{path} sent {error}: {self._is_it_one()}") from None
         except httpx.TransportError as error:
             cause = self._without_key(describe_error(error))
             text = f"{self.url} is not reachable ({cause}): is it running, and is {self.section}.url right?"
@@ -188,17 +205,17 @@ class Endpoint:
         tried = f" ({attempts} attempts)" if attempts > 1 else ""
         return EndpointError(f"{error}{tried}", status=error.status, timed_out=error.timed_out)
 
-    def _check(self, path: str, response: Any) -> None:
+    def _check(self, path: str, answer: Answer) -> None:
         """Raise an error that says what to do, or `Retry`, unless the answer has status 200."""
-        status = response.status_code
+        status = answer.status_code
         if status == 200:
             return
-        message = self._without_key(message_of(response))
+        message = self._without_key(message_of(answer))
         what = f"{self.url}{path} answered {status}: {message}"
-        if status == 429 and NO_CREDIT in response.text:
+        if status == 429 and NO_CREDIT in answer.text:
             raise EndpointError(f"{what}; this account has no credit left", status=status, refused=True)
         if status in RETRIED or status >= 500:
-            pause_s = retry_after(response.headers)
+            pause_s = retry_after(answer.headers)
             if pause_s > MAX_RETRY_AFTER_S:
                 raise EndpointError(f"{what}; it asks to wait for {pause_s:,.0f} s: try again later", status=status)
             advice = f"; lower {self.section}.max_concurrent or raise {self.section}.retries" if status == 429 else ""
@@ -214,7 +231,7 @@ class Endpoint:
 
     def _object(self, path: str, text: str) -> dict[str, Any]:
         try:
-            answer = json.loads(text)
+            answer = parse_json(text)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
@@ -235,23 +252,85 @@ class Endpoint:
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
 
-    def _timeouts(self) -> Any:
-        import httpx
-
-        limit = self.timeout_s or None
-        return httpx.Timeout(limit, connect=min(limit or CONNECT_S, CONNECT_S), pool=None)
-
     def _new_client(self) -> Any:
         try:
-            import httpx
+            return new_client(self.url, self._key)
         except ImportError:
             raise missing_extra(f"{self.section}.url", "openai") from None
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-        proxies = not is_loopback(self.url)  # a proxy that the environment names is for other hosts
-        return httpx.AsyncClient(
-            base_url=self.url, headers=headers, limits=limits, trust_env=proxies, timeout=self._timeouts()
-        )
+
+
+def new_client(url: str, api_key: str, proxies: bool = True) -> Any:
+    """A client of httpx, with limits on opening connections only. `proxies`: use those of the environment."""
+    import httpx
+
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
+    proxies = proxies and not is_loopback(url)  # a proxy that the environment names is for other hosts
+    timeout = httpx.Timeout(None, connect=CONNECT_S)
+    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=proxies, timeout=timeout)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer."""
+
+    status_code: int
+    text: str
+    headers: Mapping[str, str]
+    reason_phrase: str
+
+
+@asynccontextmanager
+async def opened(client: Any, method: str, path: str, payload: Any, timeout_s: float = 0) -> AsyncIterator[Any]:
+    """Send a request; its answer, of which the body is not read yet. `timeout_s`: until the answer begins; 0: none."""
+    async with asyncio.timeout(timeout_s or None):
+        response = await client.send(client.build_request(method, path, json=payload), stream=True)
+    try:
+        yield response
+    finally:
+        await response.aclose()
+
+
+async def read_answer(response: Any, max_bytes: int = MAX_BYTES, timeout_s: float = 0) -> Answer:
+    async with asyncio.timeout(timeout_s or None):
+        body = b"".join([part async for part in body_parts(response, max_bytes)])
+    return Answer(response.status_code, body.decode(errors="replace"), response.headers, response.reason_phrase)
+
+
+async def read_lines(response: Any, max_bytes: int = MAX_BYTES, timeout_s: float = 0) -> AsyncIterator[str]:
+    """The lines of an answer as they arrive. `timeout_s`: time limit of the next whole line."""
+    parts, buffer = body_parts(response, max_bytes), bytearray()
+    part: bytes | None = b""
+    while part is not None:
+        async with asyncio.timeout(timeout_s or None):
+            while (part := await anext(parts, None)) is not None and b"\n" not in part:
+                buffer += part
+        buffer += part or b""
+        *lines, buffer = buffer.split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if buffer:
+        yield buffer.decode(errors="replace")
+
+
+async def body_parts(response: Any, max_bytes: int) -> AsyncIterator[bytes]:
+    """The body of an answer as it arrives. Raises `BadBody`."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise BadBody(f"an answer with content encoding {shortened(encoding, 30)!r}, which assay does not accept")
+    size = 0
+    async for part in response.aiter_raw():
+        size += len(part)
+        if size > max_bytes:
+            raise BadBody(f"an answer of more than {max_bytes:,} bytes")
+        yield part
+
+
+def parse_json(text: str) -> Any:
+    """Raises a `ValueError` for anything that is not JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
 
 
 def key_of(variable: str, section: str) -> str:
@@ -308,13 +387,13 @@ def is_loopback(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def message_of(response: Any) -> str:
+def message_of(answer: Answer) -> str:
     """The error message in an answer: OpenAI's format, that of FastAPI, or the beginning of the text."""
     with suppress(ValueError):
-        content = response.json()
+        content = parse_json(answer.text)
         if isinstance(content, Mapping):
             return message_in(content)
-    return shortened(response.text) or response.reason_phrase
+    return shortened(answer.text) or shortened(answer.reason_phrase)
 
 
 def message_in(content: Mapping[str, Any]) -> str:
@@ -323,7 +402,8 @@ def message_in(content: Mapping[str, Any]) -> str:
 
 
 def shortened(text: str, limit: int = 300) -> str:
-    line = " ".join(text.split())
+    """The beginning of a text of another program, as one line that can be printed."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(text[: 4 * limit].split()))
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 

@@ -527,7 +527,7 @@ class VLLMConfig(Section):
     api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls"""
     timeout_s: NonNegative = 0.0
-    """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
+    """time limit in seconds for the whole answer to a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     seeds: bool = True
@@ -564,7 +564,7 @@ class SGLangConfig(Section):
     api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls (their --admin-api-key, if they have one)"""
     timeout_s: NonNegative = 0.0
-    """fail if a server does not answer a request within this many seconds; 0: wait without a limit"""
+    """time limit in seconds for the whole answer to a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     deterministic: bool = False
@@ -595,7 +595,7 @@ class ServerConfig(Section):
     api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls"""
     timeout_s: NonNegative = 0.0
-    """fail if a server sends nothing for this many seconds; 0: wait without a limit"""
+    """time limit in seconds for the whole answer to a request, or for each sample of a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     transport: Literal["auto", "folder", "ipc"] = "auto"

@@ -83,6 +83,11 @@ class Job:
     def name(self) -> str:
         return display_name(self.request, self.id)
 
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a sample, with its prompt."""
+        return len(self.tokens) + self.limit
+
 
 @dataclass(slots=True, eq=False)
 class Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from http_parts import Answer, SmallServer, small_server
+from stub_endpoint import raw_server
 
 from assay.config import ServerConfig
 from assay.engine.remote.http import (
@@ -17,6 +19,7 @@ from assay.engine.remote.http import (
     ServerError,
     ServerFailed,
     ServerGarbage,
+    ServerSilent,
     ServerUnreachable,
     api_key,
     check_url,
@@ -72,7 +75,7 @@ def test_a_silent_server_is_reported_after_the_time_limit() -> None:
         return 200, {}
 
     with connected(silent, timeout_s=0.1) as (servers, _):
-        with pytest.raises(ServerError, match=r"/path sent nothing for 0.1 s: .* raise server.timeout_s"):
+        with pytest.raises(ServerError, match=r"/path did not answer within 0.1 s: .* raise server.timeout_s"):
             servers.call(servers.servers[0], "GET", "/path")
         assert servers.call(servers.servers[0], "GET", "/path", timeout_s=30) == {}
 
@@ -95,6 +98,48 @@ def test_lines_of_an_answer_are_json() -> None:
         with connected(lambda path, body, answer=answer: answer) as (servers, _), pytest.raises(ServerError) as raised:  # type: ignore[misc]
             servers.loop.call(lines_of(servers))
         assert message in str(raised.value)
+
+
+def raw_answer(*headers: str) -> bytes:
+    return "\r\n".join(["HTTP/1.1 200 OK", *headers, "", ""]).encode()
+
+
+CHUNK = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+HOSTILE = {
+    "an endless body": (ServerGarbage, [raw_answer("transfer-encoding: chunked"), 0.0, CHUNK]),
+    "a gzip bomb": (
+        ServerGarbage,
+        [raw_answer("content-encoding: gzip", "content-length: 1000000") + gzip.compress(b"0" * 1_000_000), 1.0, b""],
+    ),
+    "a drip of bytes": (ServerSilent, [raw_answer("content-length: 1000000"), 0.05, b" "]),
+    "a drip of headers": (ServerSilent, [b"HTTP/1.1 200 OK\r\n", 0.05, b"a: b\r\n"]),
+    "a drip of blank lines": (ServerError, [raw_answer("content-length: 1000000"), 0.05, b"\n"]),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("in_lines", [False, True], ids=["whole answer", "lines"])
+def test_answers_are_limited_in_size_and_time(kind: str, in_lines: bool) -> None:
+    error, (begin, pause_s, rest) = HOSTILE[kind]
+    with raw_server(begin, pause_s, rest) as (url, sent):
+        servers = SomeHttpServers([url], timeout_s=30 if error is ServerGarbage else 0.4)
+        started = time.monotonic()
+        with pytest.raises(error):
+            servers.loop.call(lines_of(servers)) if in_lines else servers.call(servers.servers[0], "GET", "/path")
+        assert time.monotonic() - started < 20
+        servers._disconnect()
+    assert sent[0] < 60 << 20  # the limit of such an answer is 16 MiB, and buffers of the sockets hold some more
+
+
+def test_a_redirect_is_not_followed() -> None:
+    with small_server(lambda path, body: (200, {})) as other:
+        text = raw_answer(f"location: {other.url}", "content-length: 0").replace(b"200 OK", b"307 Moved")
+        with raw_server(text, 0.0, b"") as (url, _):
+            servers = SomeHttpServers([url], api_key="secret")
+            with pytest.raises(ServerGarbage, match="redirect"):
+                servers.call(servers.servers[0], "POST", "/path", {})
+            servers._disconnect()
+        assert not other.requests
 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_a_server_that_stays_silent_fails_after_the_timeout() -> None:
 
     with (
         engine_on(silent, timeout_s=0.2) as (engine, _),
-        pytest.raises(UserError, match=r"sent nothing for 0.2 s: .* raise vllm.timeout_s"),
+        pytest.raises(UserError, match=r"did not answer within 0.2 s: .* raise vllm.timeout_s"),
     ):
         generate(engine, requests(1, n=1))
 

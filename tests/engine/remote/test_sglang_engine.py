@@ -299,7 +299,7 @@ def test_a_slow_server_is_reported_after_the_time_limit() -> None:
     fake = FakeSGLang(POLICY, decode)
     with sglang(fake, timeout_s=0.5) as (engine, _):
         fake.token_s = 0.2
-        with pytest.raises(UserError, match=r"/generate sent nothing for 0.5 s: .* raise sglang.timeout_s"):
+        with pytest.raises(UserError, match=r"/generate did not answer within 0.5 s: .* raise sglang.timeout_s"):
             generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=20), 0)])
         fake.token_s = 0.0
 

@@ -74,7 +74,7 @@ class FakeServer:
 def fleet(count: int = 3, first: int | None = 0, **settings: Any) -> Iterator[tuple[Any, list[FakeServer], list[str]]]:
     """An engine, its servers, and the lines that it has written. `first`: version of the first update; None: none."""
     fakes, lines = [FakeServer() for _ in range(count)], list[str]()
-    values = {"kind": VersionedEngine, "options": options(notify=lines.append), "health_timeout_s": 0.4} | settings
+    values = {"kind": VersionedEngine, "options": options(notify=lines.append), "health_timeout_s": 0.8} | settings
     with engine_on(*fakes, **values) as (engine, servers):
         for fake, server in zip(fakes, servers, strict=True):
             fake.http = server
@@ -226,7 +226,7 @@ def test_random_faults_lose_and_double_nothing(until_s: float = 4.0) -> None:
             stop.wait(draw.uniform(0.01, 0.1))
             fake.set("")
 
-    with fleet(3, health_timeout_s=0.2) as (engine, fakes, lines):
+    with fleet(3, health_timeout_s=1.0) as (engine, fakes, lines):
         thread = threading.Thread(target=inject, args=(fakes[1:],))
         thread.start()
         try:

@@ -254,8 +254,8 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
 
     async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
         path, payload = self._payload(job, samples)
-        version = self.info.version
-        return self._parse(await self.post(server, path, payload), job, samples, version)
+        version, tokens = self.info.version, len(samples) * job.max_length
+        return self._parse(await self.post(server, path, payload, tokens=tokens), job, samples, version)
 
     def _completion(
         self,

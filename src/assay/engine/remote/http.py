@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import time
@@ -14,16 +13,28 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from assay.config import ServerConfig, SGLangConfig, VLLMConfig
-from assay.endpoint import LoopThread, check_url, is_loopback, message_of, shortened
+from assay.endpoint import (
+    Answer,
+    BadBody,
+    LoopThread,
+    check_url,
+    message_of,
+    new_client,
+    opened,
+    parse_json,
+    read_answer,
+    read_lines,
+    shortened,
+)
 from assay.engine.remote.launch import LaunchedServers
 from assay.engine.remote.nodes import nodes_folder
 from assay.types import UserError, describe_error, missing_extra
 
 T = TypeVar("T")
-CONNECT_S = 10.0  # time limit of opening a connection
 PAUSES_S = (0.2, 0.5, 1.0)  # before a request of all servers is sent again to those whose connection was lost
-KEEP_ALIVE_S = 2.0  # idle connections are closed after this; servers close theirs after 5 s or more
 SPARE_FILES = 256  # file descriptors that are left for everything but connections
+MAX_BYTES = 16 << 20  # of an answer without sequences; the largest are digests of all weights, by name
+TOKEN_BYTES = 1 << 10  # of an answer per token; it has its id, its text (up to three times) and its log-probability
 
 
 class ServerError(UserError):
@@ -80,7 +91,7 @@ class HttpServers:
     def __init__(
         self, urls: Sequence[str], timeout_s: float = 0.0, api_key: str = "", launched: LaunchedServers | None = None
     ) -> None:
-        """`timeout_s`: fail if a server does not answer a request within this time; 0: wait without a limit.
+        """`timeout_s`: time limit of a whole answer, and of each line of an answer in lines; 0: wait without a limit.
 
         `launched`: the servers, if this process has started them.
         """
@@ -94,23 +105,35 @@ class HttpServers:
         return [server for server in self.all_servers if server.state is not ServerState.RETIRED]
 
     async def request(
-        self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        payload: Any = None,
+        timeout_s: float = 0,
+        is_json: bool = True,
+        tokens: int = 0,
     ) -> Any:
         """Send a request; the JSON of the answer (None if it is empty). Raises a `ServerError`.
 
-        `is_json`: False for an answer that is text, which is returned as it is.
+        `is_json`: False for an answer that is text, which is returned as it is. `tokens`: those that the answer is
+        about, which limit its size.
         """
         limit = timeout_s or self.timeout_s
         with self._reported(server, path, limit):
-            response = await server.client.request(method, path, json=payload, timeout=timeouts(limit))
-        return self._content(server, path, response, is_json)
+            async with asyncio.timeout(limit or None), opened(server.client, method, path, payload) as response:
+                answer = await read_answer(response, max_bytes(tokens))
+        return self._content(server, path, answer, is_json)
 
-    async def post(self, server: Server, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
-        return await self.request(server, "POST", path, payload, timeout_s)
+    async def post(self, server: Server, path: str, payload: Any = None, timeout_s: float = 0, tokens: int = 0) -> Any:
+        return await self.request(server, "POST", path, payload, timeout_s, tokens=tokens)
 
-    def call(self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0) -> Any:
+    def call(
+        self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0, tokens: int = 0
+    ) -> Any:
         """`request`, from another thread than that of the event loop."""
-        return self.loop.call(self.guarded(server, self.request(server, method, path, payload, timeout_s)))
+        work = self.request(server, method, path, payload, timeout_s, tokens=tokens)
+        return self.loop.call(self.guarded(server, work))
 
     def call_all(
         self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
@@ -176,15 +199,14 @@ class HttpServers:
         """The error for an answer that has not the expected form."""
         return ServerGarbage(f"a {self.kind} server returned {what}: is another program or version running there?")
 
-    async def post_for_lines(self, server: Server, path: str, payload: Any) -> AsyncIterator[Any]:
-        """Send a request; the lines of the answer as they arrive, as JSON."""
-        post = server.client.stream("POST", path, json=payload, timeout=timeouts(self.timeout_s))
-        with self._reported(server, path, self.timeout_s):
-            async with post as response:
+    async def post_for_lines(self, server: Server, path: str, payload: Any, tokens: int = 0) -> AsyncIterator[Any]:
+        """Send a request; the lines of the answer as they arrive, as JSON. `tokens`: see `request`."""
+        limit = self.timeout_s
+        with self._reported(server, path, limit):
+            async with opened(server.client, "POST", path, payload, limit) as response:
                 if response.status_code != 200:
-                    await response.aread()
-                    self._content(server, path, response)
-                async for line in response.aiter_lines():
+                    self._content(server, path, await read_answer(response, max_bytes(0), limit))
+                async for line in read_lines(response, max_bytes(tokens), limit):
                     yield self._json(line)
 
     @contextmanager
@@ -196,9 +218,11 @@ class HttpServers:
             yield
         except httpx.ConnectTimeout:
             raise self._unreachable(server, "no answer to connecting") from None
-        except httpx.TimeoutException:
+        except TimeoutError:
             advice = f"look at its log, or raise {self.section}.timeout_s"
-            raise ServerSilent(f"{server.url}{path} sent nothing for {limit:g} s: {advice}") from None
+            raise ServerSilent(f"{server.url}{path} did not answer within {limit:g} s: {advice}") from None
+        except BadBody as error:
+            raise self.garbage(str(error)) from None
         except httpx.TransportError as error:
             raise self._unreachable(server, describe_error(error)) from None
 
@@ -209,32 +233,31 @@ class HttpServers:
 
     def _new_client(self, url: str, api_key: str) -> Any:
         try:
-            import httpx
+            return new_client(url, api_key, proxies=nodes_folder() is None)
         except ImportError:
             raise missing_extra(f"engine {self.section}", self.section) from None
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
-        proxies = not is_loopback(url) and nodes_folder() is None  # those of the environment are for other hosts
-        return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=proxies)
 
-    def _content(self, server: Server, path: str, response: Any, is_json: bool = True) -> Any:
-        if response.status_code in (429, 503):
-            raise ServerBusy(f"{server.url}{path} is overloaded: {message_of(response)}")
-        if response.status_code in (401, 403):
+    def _content(self, server: Server, path: str, answer: Answer, is_json: bool = True) -> Any:
+        status = answer.status_code
+        if status in (429, 503):
+            raise ServerBusy(f"{server.url}{path} is overloaded: {message_of(answer)}")
+        if status in (401, 403):
             advice = f"set {self.section}.api_key_env to the environment variable that holds its API key"
-            raise ServerError(f"{server.url} refused access ({response.status_code}): {advice}")
-        if response.status_code >= 400:
-            failed = response.status_code >= 500
+            raise ServerError(f"{server.url} refused access ({status}): {advice}")
+        if status >= 400:
+            failed = status >= 500
             hint = self.launched.hint(server.url) if failed and self.launched is not None else ""
             kind = ServerFailed if failed else ServerError
-            raise kind(f"{server.url}{path} answered {response.status_code}: {message_of(response)}{hint}")
-        if not response.content:
+            raise kind(f"{server.url}{path} answered {status}: {message_of(answer)}{hint}")
+        if status >= 300:
+            raise self.garbage(f"a redirect (status {status}), which is not followed")
+        if not answer.text:
             return None
-        return self._json(response.text) if is_json else response.text
+        return self._json(answer.text) if is_json else answer.text
 
     def _json(self, text: str) -> Any:
         try:
-            return json.loads(text)
+            return parse_json(text)
         except ValueError:
             raise self.garbage(f"something that is not JSON ({shortened(text, 80)!r})") from None
 
@@ -263,10 +286,9 @@ def api_key(settings: ServerConfig | VLLMConfig | SGLangConfig, section: str) ->
     return key
 
 
-def timeouts(limit: float) -> Any:
-    import httpx
-
-    return httpx.Timeout(limit or None, connect=min(limit or CONNECT_S, CONNECT_S), pool=None)
+def max_bytes(tokens: int) -> int:
+    """Size limit of an answer about this number of tokens; 0: it is about something else."""
+    return (1 << 16) + TOKEN_BYTES * tokens if tokens else MAX_BYTES
 
 
 def allowed_connections() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from assay.config import ServerConfig, SGLangConfig, VLLMConfig
+from assay.endpoint import new_client, opened
 from assay.engine.base import EngineOptions
 from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
 from assay.models.base import PolicyModel
@@ -25,6 +27,7 @@ from assay.process.program import SupervisedProgram, free_port
 from assay.types import UserError
 
 MAX_RESTARTS = 20  # of a server that fails again and again
+HEALTH_S = 5.0  # time limit of the answer to this question
 POLL_S = 0.1  # between two questions whether a server has started
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -98,24 +101,18 @@ class LaunchedServers(ABC):
 
     def _wait(self, url: str) -> None:
         """Wait until a server is ready."""
-        import httpx
-
         deadline = time.monotonic() + self.start_timeout_s
-        with httpx.Client(trust_env=False, timeout=5) as client:
-            while True:
-                if death := self.death(url):
-                    raise UserError(f"the {self.kind} server {url} did not start: {death}")
-                try:
-                    if client.get(f"{url}/health").status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"the {self.kind} server {url} was not ready after {self.start_timeout_s:g} s (last line of "
-                        f"{self._kept_log(url)}: {self.programs[url].tail()}): raise {self.section}.start_timeout_s"
-                    )
-                time.sleep(POLL_S)
+        while True:
+            if death := self.death(url):
+                raise UserError(f"the {self.kind} server {url} did not start: {death}")
+            if asyncio.run(is_healthy(url)):
+                return
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the {self.kind} server {url} was not ready after {self.start_timeout_s:g} s (last line of "
+                    f"{self._kept_log(url)}: {self.programs[url].tail()}): raise {self.section}.start_timeout_s"
+                )
+            time.sleep(POLL_S)
 
     def restart(self, url: str) -> None:
         """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away.
@@ -146,6 +143,20 @@ class LaunchedServers(ABC):
         for program in self.programs.values():
             program.close()
         self._remove()
+
+
+async def is_healthy(url: str) -> bool:
+    import httpx
+
+    try:
+        async with (
+            asyncio.timeout(HEALTH_S),
+            new_client(url, "", proxies=False) as client,
+            opened(client, "GET", "/health", None) as response,
+        ):
+            return response.status_code == 200
+    except (TimeoutError, httpx.TransportError):
+        return False
 
 
 def plain_environment() -> dict[str, str]:

@@ -57,8 +57,9 @@ class PausableEngine(RemoteEngine):
     def _part(self, answer: Any, job: Job) -> SampledPart:
         """What the server returned."""
 
-    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
-        return await self.post(server, self.path, body)
+    async def _ask(self, server: Server, body: dict[str, Any], tokens: int) -> Any:
+        """Send a request for a sample. `tokens`: see `HttpServers.request`."""
+        return await self.post(server, self.path, body, tokens=tokens)
 
     def _begin_update(self) -> None:
         self.loop.call(set_gate(self.gate, False))
@@ -82,7 +83,7 @@ class PausableEngine(RemoteEngine):
         while True:
             await self.gate.wait()
             version = self.info.version
-            part = self._part(await self._ask(server, self._body(server, job, sample, ids)), job)
+            part = self._part(await self._ask(server, self._body(server, job, sample, ids), job.max_length), job)
             ids += part.token_ids
             logprobs += part.logprobs
             if part.token_ids:

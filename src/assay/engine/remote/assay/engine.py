@@ -184,19 +184,22 @@ class AssayEngine(RemoteEngine):
         payload["batch"] = self.batches.pop(job.id, None)  # a request that is sent again does not wait for others
         version = self.info.version
         completions: dict[int, Completion] = {}
-        async for tree in self.post_for_lines(server, path, payload):
+        unfinished = set(range(job.request.params.n))
+        async for tree in self.post_for_lines(server, path, payload, len(samples) * job.max_length):
             try:
                 event = event_from_json(tree, job.id)
             except WireError as error:
                 raise self.garbage(str(error)) from None
             if isinstance(event, Failed):
                 raise UserError(event.error.removeprefix(f"{job.name}: "))
-            if isinstance(event, Finished):
-                completion = self._checked(server, job, event.completion, version)
-                completions[event.sample] = completion
-                running = self.running.get(job.id)
-                if running is not None:
-                    self._finish(running, event.sample, completion)
+            if not isinstance(event, Finished) or event.sample not in unfinished:
+                raise self.garbage("an event that is not the end of an unfinished sample")
+            unfinished.remove(event.sample)
+            completion = self._checked(server, job, event.completion, version)
+            completions[event.sample] = completion
+            running = self.running.get(job.id)
+            if running is not None:
+                self._finish(running, event.sample, completion)
         return self._parse(completions, job, samples, version)
 
     def _checked(self, server: Server, job: Job, completion: Completion, version: int) -> Completion:
@@ -244,7 +247,7 @@ class AssayEngine(RemoteEngine):
 
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": temperature}
-        answer = self.call(server, "POST", "/engine/score", body)
+        answer = self.call(server, "POST", "/engine/score", body, tokens=sum(map(len, sequences)))
         try:
             scores = [unpack(one, FLOATS) for one in answer["scores"]]
         except (KeyError, TypeError, WireError):

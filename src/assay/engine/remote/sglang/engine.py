@@ -163,11 +163,11 @@ class SGLangEngine(PausableEngine):
             "stream": False,
         }
 
-    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+    async def _ask(self, server: Server, body: dict[str, Any], tokens: int) -> Any:
         """A request whose sample is aborted is also aborted on the server, which notices closed connections late."""
         rid = uuid.uuid4().hex  # not the beginning of another one: SGLang aborts all that begin with it
         try:
-            return await self.post(server, GENERATE, {**body, "rid": rid})
+            return await self.post(server, GENERATE, {**body, "rid": rid}, tokens=tokens)
         except asyncio.CancelledError:
             task = asyncio.ensure_future(self._abort(server, rid))
             self.aborting.add(task)
@@ -206,7 +206,7 @@ class SGLangEngine(PausableEngine):
             ids = [int(token) for token in sequence]
             sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
             body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-            answer = await self.post(server, GENERATE, body)
+            answer = await self.post(server, GENERATE, body, tokens=len(ids))
             try:
                 rows = answer["meta_info"]["input_token_logprobs"]
                 clipped = [0 if token == self.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17

@@ -204,7 +204,7 @@ class VLLMEngine(PausableEngine):
         async def score(sequence: Sequence[int]) -> list[float]:
             ids = [int(token) for token in sequence]
             body = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            answer = await self.post(server, COMPLETIONS, body)
+            answer = await self.post(server, COMPLETIONS, body, tokens=len(ids))
             try:
                 rows = answer["choices"][0]["prompt_logprobs"]
                 return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
