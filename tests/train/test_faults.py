@@ -54,6 +54,15 @@ def train(small: SmallRuns, poison: str, *words: object) -> int:
     return small.train(*changes, *words)
 
 
+def test_a_run_of_which_every_update_was_skipped_is_saved_and_fails(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(small, "nan all", "--train.steps", 2) == 2
+    assert small.summary()["steps"] == checkpoints.last(small.runs / "small") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "every update was skipped" in error and "optim.lr" in error
+
+
 @pytest.mark.parametrize("poison", mostly_slow(["nan", "inf", "gradient"], quick=["gradient"]))
 def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], poison: str

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import load_settings, parse_overrides, to_toml
 from assay.runs.console import Console, asker, is_distributed, is_main, make_console, percent
-from assay.runs.directory import as_name
+from assay.runs.directory import as_name, read_metrics
 from assay.runs.resolve import check_fixed, differences, run_settings
 from assay.types import UserError, plural
 
@@ -172,7 +172,22 @@ def run_training(training: TrainingRun, console: Console) -> int:
     if summary:
         show(summary, path, console)
     training.mesh.close()
+    if summary and every_update_skipped(read_metrics(path)):
+        raise UserError(
+            f"the run is complete, but every update was skipped, because the loss or the gradient was not finite; its "
+            f"batches are saved in {path / 'skipped'}: lower optim.lr, set dtype = 'float32', or check custom weights, "
+            "rewards, advantages or losses, and start a new run"
+        )
     return 0
+
+
+def every_update_skipped(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a run has changed no weights because of values that were not finite. `rows`: its metrics."""
+    updates, skipped, faults = (
+        sum(row.get(f"optim/{name}", 0.0) for row in rows if "optim/updates" in row)
+        for name in ("updates", "skipped", "non_finite")
+    )
+    return faults > 0 and skipped == updates
 
 
 def describe_stop(training: TrainingRun) -> str:

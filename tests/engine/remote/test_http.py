@@ -131,6 +131,15 @@ def test_answers_are_limited_in_size_and_time(kind: str, in_lines: bool) -> None
     assert sent[0] < 60 << 20  # the limit of such an answer is 16 MiB, and buffers of the sockets hold some more
 
 
+def test_rounding_errors_of_log_probabilities_are_valid_and_positive_ones_are_not() -> None:
+    servers = SomeHttpServers([])
+    assert servers.valid_logprobs([-2, 1e-4, 0.0], 3) == [-2.0, 1e-4, 0.0]
+    for bad in ([0.01], [float("-inf")], ["-1"], [False], [], None, "a"):
+        with pytest.raises(ServerGarbage):
+            servers.valid_logprobs(bad, 1)
+    servers._disconnect()
+
+
 def test_a_redirect_is_not_followed() -> None:
     with small_server(lambda path, body: (200, {})) as other:
         text = raw_answer(f"location: {other.url}", "content-length: 0").replace(b"200 OK", b"307 Moved")

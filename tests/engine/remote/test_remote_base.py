@@ -98,8 +98,11 @@ def test_an_invalid_request_fails_alone() -> None:
         ((200, {"other": 1}), "returned no completions"),
         ((200, {"completions": [{"ids": [61], "logprobs": [-1.0]}]}), "1 tokens, where 1 to 4 of the vocabulary"),
         ((200, {"completions": [{"ids": [1, 2, 3, 4, 5], "logprobs": [-1.0] * 5}]}), "5 tokens, where 1 to 4"),
-        ((200, {"completions": [{"ids": [1, 2], "logprobs": [-1.0]}]}), "not one finite log-probability per token"),
-        ((200, {"completions": [{"ids": [1], "logprobs": [float("nan")]}]}), "not one finite log-probability"),
+        ((200, {"completions": [{"ids": [True], "logprobs": [-1.0]}]}), "1 tokens, where 1 to 4 of the vocabulary"),
+        ((200, {"completions": [{"ids": [1, 2], "logprobs": [-1.0]}]}), "not one log-probability for each of 2 tokens"),
+        ((200, {"completions": [{"ids": [1], "logprobs": [float("nan")]}]}), "the log-probability nan"),
+        ((200, {"completions": [{"ids": [1], "logprobs": [0.5]}]}), "the log-probability 0.5"),
+        ((200, {"completions": [{"ids": [1], "logprobs": [-(10**400)]}]}), "the log-probability -10000"),
     ],
 )
 def test_a_refused_request_or_garbage_becomes_one_line_and_other_requests_are_served(

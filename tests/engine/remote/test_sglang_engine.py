@@ -285,7 +285,7 @@ def test_garbage_in_answers_fails_the_request_alone() -> None:
     with sglang(Broken(POLICY, decode)) as (engine, _):
         for length, message in (
             (3, "no finish reason or no log-probabilities"),
-            (4, "not one finite log-probability per token"),
+            (4, "the log-probability None"),
             (5, "0 tokens, where 1 to 5"),
             (6, "the finish reason 'odd'"),
             (7, "tokens, where 1 to 7 of the vocabulary"),

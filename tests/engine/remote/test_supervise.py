@@ -31,7 +31,7 @@ class VersionedEngine(EchoEngine):
 
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         answer = self.call(server, "POST", "/score")
-        return [[float(answer["version"])] * (len(one) - 1) for one in sequences]
+        return [[-1.0 - answer["version"]] * (len(one) - 1) for one in sequences]
 
 
 @dataclass

@@ -16,7 +16,6 @@ all); the other ranks only take part in gathering them. A `UserError` of one ran
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 import weakref
@@ -268,14 +267,11 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         **more: Any,
     ) -> Completion:
         """A completion of what a server returned, if its tokens and log-probabilities are valid."""
-        ids = [one for one in token_ids or () if isinstance(one, int) and 0 <= one < self.vocab_size]
-        if not ids or len(ids) != len(token_ids) or len(ids) > job.limit:
-            raise self.garbage(f"{len(token_ids or ())} tokens, where 1 to {job.limit} of the vocabulary were expected")
-        for values in (engine_logprobs, sampling_logprobs):
-            valid = all(isinstance(one, float | int) and math.isfinite(one) for one in values or ())
-            if values is None or len(values) != len(ids) or not valid:
-                raise self.garbage("not one finite log-probability per token")
-        return Completion(ids, list(engine_logprobs), list(sampling_logprobs), finish, version, **more)
+        ids = token_ids if isinstance(token_ids, list) else []
+        if not 0 < len(ids) <= job.limit or not all(type(one) is int and 0 <= one < self.vocab_size for one in ids):
+            raise self.garbage(f"{len(ids)} tokens, where 1 to {job.limit} of the vocabulary were expected")
+        engine, sampling = (self.valid_logprobs(one, len(ids)) for one in (engine_logprobs, sampling_logprobs))
+        return Completion(ids, engine, sampling, finish, version, **more)
 
     # -- the interface
 
@@ -430,7 +426,7 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         while True:
             server = self.least_busy()
             try:
-                return self._score(server, sequences, temperature)
+                return self._checked_score(server, sequences, temperature)
             except ServerError as error:
                 if not self.retire(server, str(error)):
                     raise
@@ -439,7 +435,7 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         scores: dict[str, list[list[float]]] = {}
         for server in self.serving():
             try:
-                scores[server.url] = self._score(server, sequences, 1.0)
+                scores[server.url] = self._checked_score(server, sequences)
             except ServerError as error:
                 if not self.retire(server, str(error)):
                     raise

@@ -33,6 +33,8 @@ from assay.types import UserError, describe_error, missing_extra
 T = TypeVar("T")
 PAUSES_S = (0.2, 0.5, 1.0)  # before a request of all servers is sent again to those whose connection was lost
 SPARE_FILES = 256  # file descriptors that are left for everything but connections
+ROUNDING = 1e-3  # largest log-probability above 0: in float32, the rounding error of logits up to 1,000 is below 1e-4
+LOWEST = -1e30  # log-probabilities of sampled tokens are larger
 MAX_BYTES = 16 << 20  # of an answer without sequences; the largest are digests of all weights, by name
 TOKEN_BYTES = 1 << 10  # of an answer per token; it has its id, its text (up to three times) and its log-probability
 
@@ -194,6 +196,14 @@ class HttpServers:
         if not isinstance(answer, dict) or not isinstance(answer.get(name), kind):
             raise self.garbage(f"{shortened(str(answer), 80)!r}, which has no valid '{name}'")
         return answer[name]
+
+    def valid_logprobs(self, values: Any, count: int) -> list[float]:
+        """Log-probabilities of this number of tokens. Rounding errors above 0 stay, as in the native engine."""
+        if not isinstance(values, list) or len(values) != count:
+            raise self.garbage(f"not one log-probability for each of {count} tokens")
+        if invalid := [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]:
+            raise self.garbage(f"the log-probability {shortened(str(invalid[0]), 30)}, which is not a number up to 0")
+        return [float(one) for one in values]
 
     def garbage(self, what: str) -> ServerGarbage:
         """The error for an answer that has not the expected form."""

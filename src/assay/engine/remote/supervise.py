@@ -77,10 +77,19 @@ class SupervisedServers(HttpServers):
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         raise UserError(f"{self.kind} servers do not report log-probabilities of given tokens (capability score)")
 
+    def _checked_score(
+        self, server: Server, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        """`_score`, if the server returned one valid log-probability per token but the first of each sequence."""
+        scores = self._score(server, sequences, temperature)
+        if len(scores) != len(sequences):
+            raise self.garbage("not one list of log-probabilities per sequence")
+        return [self.valid_logprobs(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True)]
+
     def _prove(self, server: Server, other: Server) -> None:
         """Raise a `UserError` unless the server has the weights of the other one."""
         tokens = [list(PROVED)]
-        ours, theirs = (np.array(self._score(one, tokens, 1.0)[0]) for one in (server, other))
+        ours, theirs = (np.array(self._checked_score(one, tokens)[0]) for one in (server, other))
         gap = float(np.sqrt(np.mean((ours - theirs) ** 2)))
         if not gap < PROOF_LIMIT:
             raise ServerStale(f"{server.url} has other weights than {other.url}: log-probabilities differ by {gap:.3g}")

@@ -212,7 +212,7 @@ class SGLangEngine(PausableEngine):
                 clipped = [0 if token == self.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
                 if [row[1] for row in rows] not in (ids, clipped):
                     raise ValueError
-                return [float(row[0]) for row in rows[1:]]
+                return [row[0] for row in rows[1:]]
             except (KeyError, IndexError, TypeError, ValueError):
                 raise self.garbage("no log-probabilities of the prompt") from None
 

@@ -207,7 +207,7 @@ class VLLMEngine(PausableEngine):
             answer = await self.post(server, COMPLETIONS, body, tokens=len(ids))
             try:
                 rows = answer["choices"][0]["prompt_logprobs"]
-                return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
+                return [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
             except (KeyError, IndexError, TypeError, ValueError):
                 raise self.garbage("no log-probabilities of the prompt") from None
 
