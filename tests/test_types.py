@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.types import DISTRIBUTION, UserError, closest, missing_extra, plural, unknown_name
+from assay.types import DISTRIBUTION, UserError, closest, hide_credentials, missing_extra, plural, unknown_name
 
 
 def test_a_noun_is_plural_unless_there_is_one() -> None:
@@ -38,6 +38,11 @@ KEYS = ["optim.lr", "train.steps", "sft.steps", "algo.clip_high", "optim"]
 )
 def test_closest_name(name: str, known: list[str], expected: str | None) -> None:
     assert closest(name, known) == expected
+
+
+def test_credentials_in_urls_are_hidden_and_the_rest_of_the_text_stays() -> None:
+    shown = 'urls = ["http://***@a:1", "https://b/v1?***"] for a@b.c, http://c/d'
+    assert hide_credentials('urls = ["http://u:p/@s@a:1", "https://b/v1?key=k"] for a@b.c, http://c/d') == shown
 
 
 def test_missing_extra_says_how_to_install_it_from_the_index_and_in_a_checkout() -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from assay.config import EndpointConfig
-from assay.types import UserError, describe_error, missing_extra, plural
+from assay.types import UserError, describe_error, hide_credentials, missing_extra, plural
 
 T = TypeVar("T")
 CONNECT_S = 10.0  # time limit of opening a connection
@@ -267,7 +267,12 @@ def new_client(url: str, api_key: str, proxies: bool = True) -> Any:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
     proxies = proxies and not is_loopback(url)  # a proxy that the environment names is for other hosts
     timeout = httpx.Timeout(None, connect=CONNECT_S)
-    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=proxies, timeout=timeout)
+    base = httpx.URL(url)
+    auth = httpx.BasicAuth(base.username, base.password) if base.userinfo else None
+    base = base.copy_with(userinfo=b"")
+    return httpx.AsyncClient(
+        base_url=base, auth=auth, headers=headers, limits=limits, trust_env=proxies, timeout=timeout
+    )
 
 
 @dataclass(frozen=True)
@@ -378,7 +383,7 @@ def check_url(text: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise UserError(f"'{text}' is not the URL of a server: write it as http://HOST:PORT")
+        raise UserError(f"'{hide_credentials(text)}' is not the URL of a server: write it as http://HOST:PORT")
     return url
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,6 +47,12 @@ def describe_user_error(error: BaseException) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f"{file}:{line}" for file, line in frames if not file.startswith(NOT_OF_THE_USER)]
     return describe_error(error) + (f" ({own[-1]})" if own else "")
+
+
+def hide_credentials(text: str) -> str:
+    """A text in which `***` replaces user names, passwords and queries of URLs, which may contain keys."""
+    text = re.sub(r"(\b[a-z][a-z0-9+.-]*://)[^\s'\"]*@", r"\1***@", text, flags=re.I)
+    return re.sub(r"(\b[a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+", r"\1***", text, flags=re.I)
 
 
 def plural(count: int, noun: str) -> str:

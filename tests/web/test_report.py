@@ -71,6 +71,15 @@ def test_the_file_contains_everything_and_refers_to_nothing(tmp_path: Path) -> N
     assert data["metrics"]["step"]["series"]["reward/mean"] == {"x": [1, 2, 3], "y": [0.25, 0.5, 0.75]}
 
 
+def test_credentials_in_urls_of_the_settings_and_the_command_are_not_shown(tmp_path: Path) -> None:
+    path, url = standard_run(tmp_path), "http://user:pa55word@host:1/v1?api_key=s3cret"
+    with open(path / "config.toml", "a") as file:
+        file.write(f'\n[server]\nurls = ["{url}"]\n')
+    (path / "environment.json").write_text(json.dumps({"command": ["assay", "train", f"--server.urls={url}"]}))
+    page, _ = write_report(path)
+    assert "http://***@host:1/v1?***" in page and "pa55word" not in page and "s3cret" not in page
+
+
 def test_the_policy_allows_the_script_and_the_style_of_the_file_only(tmp_path: Path) -> None:
     page, _ = write_report(standard_run(tmp_path))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]  # type: ignore[index]

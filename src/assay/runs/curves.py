@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from assay.runs.console import FINAL_LABELS, finite, one_line
 from assay.runs.directory import Run, read_metrics
 from assay.runs.files import atomic_write, read_json
-from assay.types import UserError, missing_extra
+from assay.types import UserError, hide_credentials, missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -327,7 +327,7 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise _missing("Weights & Biases", "wandb") from error
-        settings = tomllib.loads(run.config_toml)
+        settings = tomllib.loads(hide_credentials(run.config_toml))
         # With the same id, a resumed run continues its curves.
         try:
             self._run = wandb.init(

@@ -12,7 +12,7 @@ from assay.config import TrainConfig
 from assay.runs.console import finite
 from assay.runs.directory import Run
 from assay.runs.files import read_json
-from assay.types import UserError
+from assay.types import UserError, hide_credentials
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
 
 def read_config(run: Run) -> dict[str, Any]:
     try:
-        return tomllib.loads(run.config_toml)
+        return tomllib.loads(hide_credentials(run.config_toml))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): fix it or delete the run") from error
 

@@ -15,7 +15,7 @@ from assay.config import TrainConfig
 from assay.config.settings import keys, load_settings, toml_value
 from assay.runs import checkpoints
 from assay.runs.directory import access_problem, is_run, list_runs
-from assay.types import UserError, unknown_name
+from assay.types import UserError, hide_credentials, unknown_name
 
 PREFIX = "run:"
 MODEL = "model"  # in a checkpoint
@@ -206,4 +206,4 @@ def _value(tree: dict[str, Any], key: str) -> Any:
 
 def _text(cfg: TrainConfig, key: str) -> str:
     value = _value(cfg.model_dump(), key)
-    return "unset" if value is None else toml_value(value)
+    return "unset" if value is None else hide_credentials(toml_value(value))

@@ -20,7 +20,7 @@ import numpy as np
 from assay.runs.directory import is_locked, state_of
 from assay.runs.facts import RunParts, facts_of
 from assay.runs.files import from_json
-from assay.types import describe_error
+from assay.types import describe_error, hide_credentials
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
 MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
@@ -142,7 +142,7 @@ class RunFolder:
         value: Any = {}
         problem = None
         try:
-            value = parse(self.read(name).decode())
+            value = parse(hide_credentials(self.read(name).decode()))
             if not isinstance(value, dict):
                 value, problem = {}, f"{name} does not contain an object"
             elif is_deeper(value, MAX_DEPTH):

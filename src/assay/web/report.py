@@ -18,7 +18,7 @@ from typing import Any
 from assay.runs.curves import X_LABELS
 from assay.runs.diagnose import diagnose_run
 from assay.runs.directory import Run
-from assay.types import describe_error
+from assay.types import describe_error, hide_credentials
 from assay.web.data import RunView, plain
 from assay.web.report_html import ReportContent, accuracy_intervals, body, shown
 from assay.web.samples import ReportLimits, paired_facts, select_samples
@@ -65,7 +65,7 @@ def read_content(view: RunView) -> ReportContent:
     except Exception as error:
         problems.append(f"the evaluations cannot be compared ({describe_error(error)})")
     try:
-        toml = view.folder.read("config.toml").decode(errors="replace")
+        toml = hide_credentials(view.folder.read("config.toml").decode(errors="replace"))
     except OSError:
         toml = ""
     return ReportContent(detail, findings, paired, list(dict.fromkeys(problems)), toml)

@@ -159,6 +159,28 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert api_key(ServerConfig(api_key_env="TEST_KEY"), "server") == "secret"
 
 
+def test_credentials_in_a_url_are_sent_and_never_shown() -> None:
+    def refuse(path: str, body: Any) -> Answer:
+        return (200, {}) if path.startswith("/ok") else (400, {"message": f"pa55word and {path} are wrong"})
+
+    with small_server(refuse) as server:
+        host = server.url.removeprefix("http://")
+        servers = SomeHttpServers([f"http://user:pa55word@{host}/v1?api_key=s3cret"])
+        assert servers.call(servers.servers[0], "GET", "/ok?level=1") == {}
+        assert server.paths() == ["/ok?level=1&api_key=s3cret"]
+        assert server.headers[0]["authorization"] == "Basic dXNlcjpwYTU1d29yZA=="
+        with pytest.raises(ServerError, match=r"http://\*\*\*@127.* answered 400: ") as refused:
+            servers.call(servers.servers[0], "GET", "/path")
+        server.drop = True
+        with pytest.raises(ServerUnreachable) as lost:
+            servers.call(servers.servers[0], "GET", "/path")
+        servers._disconnect()
+    with pytest.raises(UserError, match="write it as http://HOST:PORT") as invalid:
+        check_url("http://user:pa55word@host:port?api_key=s3cret")
+    for error in (refused, lost, invalid):
+        assert "pa55word" not in str(error.value) and "s3cret" not in str(error.value)
+
+
 def test_messages_of_answers_without_an_error() -> None:
     class Plain:
         text, reason_phrase = "", "Bad Gateway"

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.endpoint import (
@@ -28,7 +29,7 @@ from assay.endpoint import (
 )
 from assay.engine.remote.launch import LaunchedServers
 from assay.engine.remote.nodes import nodes_folder
-from assay.types import UserError, describe_error, missing_extra
+from assay.types import UserError, describe_error, hide_credentials, missing_extra
 
 T = TypeVar("T")
 PAUSES_S = (0.2, 0.5, 1.0)  # before a request of all servers is sent again to those whose connection was lost
@@ -75,12 +76,17 @@ class ServerState(Enum):
 
 @dataclass(eq=False)
 class Server:
-    url: str
+    url: str  # without credentials
     client: Any  # httpx.AsyncClient
+    query: str = ""  # of its URL, sent with every request
     running: int = 0  # unfinished samples that this process has sent to it
     state: ServerState = ServerState.SERVING
     reason: str = ""  # why it was retired
     tasks: set[asyncio.Task] = field(default_factory=set)  # its requests; cancelled when it is retired
+
+    def target(self, path: str) -> str:
+        """A path with the query of the URL."""
+        return f"{path}{'&' if '?' in path else '?'}{self.query}" if self.query else path
 
 
 class HttpServers:
@@ -98,7 +104,8 @@ class HttpServers:
         `launched`: the servers, if this process has started them.
         """
         self.timeout_s, self.launched = timeout_s, launched
-        self.all_servers = [Server(url, self._new_client(url, api_key)) for url in map(check_url, urls)]
+        self._secrets = {api_key}
+        self.all_servers = [self._new_server(url, api_key) for url in urls]
         self.loop = LoopThread()
 
     @property
@@ -123,7 +130,10 @@ class HttpServers:
         """
         limit = timeout_s or self.timeout_s
         with self._reported(server, path, limit):
-            async with asyncio.timeout(limit or None), opened(server.client, method, path, payload) as response:
+            async with (
+                asyncio.timeout(limit or None),
+                opened(server.client, method, server.target(path), payload) as response,
+            ):
                 answer = await read_answer(response, max_bytes(tokens))
         return self._content(server, path, answer, is_json)
 
@@ -207,13 +217,21 @@ class HttpServers:
 
     def garbage(self, what: str) -> ServerGarbage:
         """The error for an answer that has not the expected form."""
-        return ServerGarbage(f"a {self.kind} server returned {what}: is another program or version running there?")
+        return ServerGarbage(
+            f"a {self.kind} server returned {self._hide(what)}: is another program or version running there?"
+        )
+
+    def _hide(self, text: str) -> str:
+        """A text of a server, without the credentials that were sent to it."""
+        for secret in filter(None, self._secrets):
+            text = text.replace(secret, "***")
+        return text
 
     async def post_for_lines(self, server: Server, path: str, payload: Any, tokens: int = 0) -> AsyncIterator[Any]:
         """Send a request; the lines of the answer as they arrive, as JSON. `tokens`: see `request`."""
         limit = self.timeout_s
         with self._reported(server, path, limit):
-            async with opened(server.client, "POST", path, payload, limit) as response:
+            async with opened(server.client, "POST", server.target(path), payload, limit) as response:
                 if response.status_code != 200:
                     self._content(server, path, await read_answer(response, max_bytes(0), limit))
                 async for line in read_lines(response, max_bytes(tokens), limit):
@@ -241,16 +259,21 @@ class HttpServers:
         advice = death or f"{self.start_advice}, or correct {self.section}.urls"
         return ServerUnreachable(f"the {self.kind} server {server.url} is not reachable ({cause}): {advice}")
 
-    def _new_client(self, url: str, api_key: str) -> Any:
+    def _new_server(self, text: str, api_key: str) -> Server:
+        """`text`: its URL, which may contain credentials."""
+        base, _, query = text.partition("?")
+        url = check_url(base)
         try:
-            return new_client(url, api_key, proxies=nodes_folder() is None)
+            client = new_client(url, api_key, proxies=nodes_folder() is None)
         except ImportError:
             raise missing_extra(f"engine {self.section}", self.section) from None
+        self._secrets |= {query, urlsplit(url).password or ""}
+        return Server(hide_credentials(url), client, query)
 
     def _content(self, server: Server, path: str, answer: Answer, is_json: bool = True) -> Any:
         status = answer.status_code
         if status in (429, 503):
-            raise ServerBusy(f"{server.url}{path} is overloaded: {message_of(answer)}")
+            raise ServerBusy(f"{server.url}{path} is overloaded: {self._hide(message_of(answer))}")
         if status in (401, 403):
             advice = f"set {self.section}.api_key_env to the environment variable that holds its API key"
             raise ServerError(f"{server.url} refused access ({status}): {advice}")
@@ -258,7 +281,7 @@ class HttpServers:
             failed = status >= 500
             hint = self.launched.hint(server.url) if failed and self.launched is not None else ""
             kind = ServerFailed if failed else ServerError
-            raise kind(f"{server.url}{path} answered {status}: {message_of(answer)}{hint}")
+            raise kind(f"{server.url}{path} answered {status}: {self._hide(message_of(answer))}{hint}")
         if status >= 300:
             raise self.garbage(f"a redirect (status {status}), which is not followed")
         if not answer.text:
