@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -78,6 +79,21 @@ def test_buckets_hold_all_weights(chunk_bytes: int, dtype: torch.dtype) -> None:
         http._disconnect()
     assert fingerprint(fake.model.weights(), dtype) == fingerprint(other.weights(), dtype)
     assert fake.version == "4" and not fake.refused
+
+
+@pytest.mark.parametrize("status", [400, 200])
+def test_a_server_that_refuses_to_join_the_group_is_reported_at_once(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupTransport, "backend", "gloo")
+    answer = {"success": False, "message": "no NCCL here"}
+    with small_server(lambda path, body: (status, answer)) as server:
+        http = TwoServers([server.url])
+        sender = SGLangSender(http, {server.url: served()})
+        with pytest.raises(UserError, match="no NCCL here" if status == 400 else "an update without success"):
+            sender.choose_transport(SGLangConfig(transport="nccl"), CPU, torch.float32, 0, False)
+        assert "assay-collective" not in {thread.name for thread in threading.enumerate()}
+        http._disconnect()
 
 
 def join_group(port: int, results: Any) -> None:

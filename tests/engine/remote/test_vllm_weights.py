@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from engine_parts import small_decoder, small_spec
-from http_parts import small_server
+from http_parts import Answer, small_server
 from vllm_parts import FakeVLLM
 
 from assay.config import VLLMConfig
 from assay.engine.remote.http import HttpServers
-from assay.engine.remote.transport import FolderTransport
+from assay.engine.remote.transport import FolderTransport, NcclTransport
 from assay.engine.remote.vllm.weights import ServedModel, WeightSender
 from assay.engine.remote.vllm.worker import EXTENSION
 from assay.types import UserError
@@ -46,6 +47,51 @@ def test_shared_memory_needs_a_gpu_and_the_extension(device: torch.device, exten
     assert isinstance(transport, FolderTransport)
     transport.close()
     http._disconnect()
+
+
+class BlockedTransport(NcclTransport):
+    """Its broadcasts wait for workers that never join."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, torch.float32, "127.0.0.1")
+        self.aborted = threading.Event()
+
+    def broadcast(self, chunk: Any) -> None:
+        assert self.aborted.wait(60)
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_a_server_that_refuses_a_broadcast_is_reported_at_once() -> None:
+    def refuse(path: str, body: Any) -> Answer:
+        return (500, {"error": {"message": "no memory"}}) if path == "/update_weights" else (200, {})
+
+    with small_server(refuse) as server:
+        http = SomeServers([server.url])
+        sender = WeightSender(http, {server.url: served()})
+        with pytest.raises(UserError, match="/update_weights answered 500: no memory"):
+            sender.send(BlockedTransport(), iter(POLICY.weights()), 1)
+        assert "assay-collective" not in {thread.name for thread in threading.enumerate()}
+        http._disconnect()
+
+
+def test_a_trainer_that_cannot_join_does_not_wait_for_the_servers() -> None:
+    released = threading.Event()
+
+    def join(path: str, body: Any) -> Answer:
+        released.wait(60)  # until the trainer joins
+        return 200, {}
+
+    with small_server(join) as server:
+        http = SomeServers([server.url])
+        with pytest.raises(UserError, match="transport 'nccl' needs vLLM in this environment"):
+            WeightSender(http, {server.url: served()}).choose_transport(
+                VLLMConfig(transport="nccl"), CPU, torch.float32, 0
+            )
+        released.set()
+        http._disconnect()
 
 
 @pytest.mark.parametrize("extension", [EXTENSION, ""])

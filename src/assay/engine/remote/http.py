@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,6 +35,7 @@ from assay.types import UserError, describe_error, hide_credentials, missing_ext
 
 T = TypeVar("T")
 PAUSES_S = (0.2, 0.5, 1.0)  # before a request of all servers is sent again to those whose connection was lost
+ABORT_S = 5.0  # time limit of ending a collective operation after an error
 SPARE_FILES = 256  # file descriptors that are left for everything but connections
 ROUNDING = 1e-3  # largest log-probability above 0: in float32, the rounding error of logits up to 1,000 is below 1e-4
 LOWEST = -1e30  # log-probabilities of sampled tokens are larger
@@ -182,6 +185,46 @@ class HttpServers:
                 raise failed[asked[0]]
             time.sleep(pause)
         return {server: answers[server] for server in self.all_servers if server in answers}
+
+    def call_during(
+        self,
+        work: Callable[[], None],
+        posts: Mapping[Server, tuple[str, Any]],
+        check: Callable[[Any], object] = lambda answer: None,
+        abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run `work`, a collective operation in which servers take part when they get requests, and send these.
+
+        Servers answer afterwards; `check` raises an error for a wrong answer. After an error, `work` would wait for
+        ever: the error is raised at once, and `abort` tries to end `work`, which runs in its own thread.
+        """
+        done: Future[None] = Future()
+
+        async def post(server: Server, path: str, body: Any) -> None:
+            check(await self.guarded(server, self.post(server, path, body)))
+
+        def run() -> None:
+            try:
+                work()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        loop, thread = self.loop.loop, threading.Thread(target=run, name="assay-collective", daemon=True)
+        calls = [asyncio.run_coroutine_threadsafe(post(one, *request), loop) for one, request in posts.items()]
+        thread.start()
+        try:
+            wait([*calls, done], return_when=FIRST_EXCEPTION)
+            for one in [call for call in calls if call.done()] + [done, *calls]:  # errors of servers are the cause
+                one.result()
+        except BaseException:
+            with suppress(Exception):
+                abort()
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+            thread.join(ABORT_S)
 
     async def guarded(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
         """The result of requests to a server, which end with an error when it is retired."""

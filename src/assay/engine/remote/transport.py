@@ -173,6 +173,11 @@ class NcclTransport:
         if chunk:
             yield chunk
 
+    def abort(self) -> None:
+        """Try to end `connect` or `broadcast`, for which another thread waits. vLLM cannot end the former."""
+        if self.communicator is not None:
+            self.communicator.destroy()
+
     def broadcast(self, chunk: Iterable[tuple[str, Tensor]]) -> None:
         stream = torch.cuda.current_stream(self.device)
         for _, tensor in chunk:

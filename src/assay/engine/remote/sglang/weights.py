@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,15 +105,13 @@ class SGLangSender:
 
     def _connect(self, transport: GroupTransport) -> GroupTransport:
         world = 1 + sum(served.workers for served in self.served.values())
-        offset, threads = 1, []
+        offset, posts = 1, {}
         for server in self.http.servers:
             body = {"master_address": transport.host, "master_port": transport.port, "rank_offset": offset}
             body |= {"world_size": world, "group_name": GROUP, "backend": transport.backend}
-            threads.append(self._in_thread(server, "/init_weights_update_group", body))
+            posts[server] = "/init_weights_update_group", body
             offset += self.served[server.url].workers
-        transport.connect(world)
-        for thread in threads:
-            thread.join()
+        self._update_during(partial(transport.connect, world), posts, transport)
         return transport
 
     def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -126,17 +124,14 @@ class SGLangSender:
                 "flush_cache": False,
                 "weight_version": str(version),
             }
-            path = "/update_weights_from_distributed"
-            threads = [self._in_thread(server, path, body) for server in self.http.servers]
-            transport.broadcast(chunk)
-            for thread in threads:
-                thread.join()
+            posts = dict.fromkeys(self.http.servers, ("/update_weights_from_distributed", body))
+            self._update_during(partial(transport.broadcast, chunk), posts, transport)
 
-    def _in_thread(self, server: Server, path: str, body: dict[str, Any]) -> threading.Thread:
-        """Send a request whose answer comes only after this process has joined a collective."""
-        thread = threading.Thread(target=self._update, args=(server, path, body), daemon=True)
-        thread.start()
-        return thread
+    def _update_during(
+        self, work: Callable[[], None], posts: Mapping[Server, tuple[str, Any]], transport: NcclTransport
+    ) -> None:
+        with explained():
+            self.http.call_during(work, posts, self._check, transport.abort)
 
 
 class BucketPickler(pickle.Pickler):
@@ -180,9 +175,16 @@ class GroupTransport(NcclTransport):
     """
 
     backend = "nccl"
+    store: dist.Store | None = None  # of the group
 
     def connect(self, world_size: int) -> None:
+        self.store = dist.TCPStore(self.host, self.port, world_size, True, wait_for_workers=False)
         self.communicator = weight_group(self.host, self.port, 0, world_size, self.backend)
+
+    def abort(self) -> None:
+        self.store = None  # ends the wait for other processes in `connect`
+        if self.communicator is not None:
+            self.communicator.abort()
 
     def broadcast(self, chunk: Any) -> None:
         for _, tensor in chunk:
@@ -214,8 +216,7 @@ def weight_group(host: str, port: int, rank: int, world_size: int, backend: str)
     from torch.distributed import distributed_c10d as c10d
 
     limit = {"timeout": c10d.default_pg_timeout}
-    store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", rank, world_size, **limit))
-    store.set_timeout(c10d.default_pg_timeout)
+    store = dist.TCPStore(host, port, world_size, False, wait_for_workers=False, **limit)
     keys = c10d.PrefixStore(GROUP, store)
     group, _ = c10d._new_process_group_helper(
         world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), **limit

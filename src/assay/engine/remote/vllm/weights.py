@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,15 +103,12 @@ class WeightSender:
 
     def _connect_nccl(self, transport: NcclTransport) -> NcclTransport:
         world = 1 + sum(served.workers for served in self.models.values())
-        offset, threads = 1, []
+        offset, posts = 1, {}
         for server in self.http.servers:
             info = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
-            body = {"init_info": {**info, "rank_offset": offset}}
-            threads.append(self._in_thread(server, "/init_weight_transfer_engine", body))
+            posts[server] = "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}}
             offset += self.models[server.url].workers
-        transport.connect(world)
-        for thread in threads:
-            thread.join()
+        self.http.call_during(partial(transport.connect, world), posts, abort=transport.abort)
         return transport
 
     def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -122,17 +119,9 @@ class WeightSender:
                 "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
                 "shapes": [list(tensor.shape) for _, tensor in chunk],
             }
-            threads = [self._in_thread(one, "/update_weights", {"update_info": layout}) for one in self.http.servers]
-            transport.broadcast(chunk)
-            for thread in threads:
-                thread.join()
+            posts = dict.fromkeys(self.http.servers, ("/update_weights", {"update_info": layout}))
+            self.http.call_during(partial(transport.broadcast, chunk), posts, abort=transport.abort)
         self.http.call_all("POST", "/finish_weight_update", {})
-
-    def _in_thread(self, server: Server, path: str, body: Any) -> threading.Thread:
-        """Send a request whose answer comes only after this process has joined a collective."""
-        thread = threading.Thread(target=self.http.call, args=(server, "POST", path, body), daemon=True)
-        thread.start()
-        return thread
 
     def rpc(self, method: str) -> list[list[Any]]:
         """Call a method of the extension on all servers; for each, the results of its workers."""
