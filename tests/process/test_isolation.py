@@ -48,6 +48,34 @@ def test_filter_allows_reading_files_threads_and_own_signals() -> None:
 
 
 @linux
+def test_filter_refuses_to_act_on_other_processes_without_signals() -> None:
+    """Without a PID namespace, a process could end, pin or renice all others of the same user."""
+    code = """
+        import fcntl, socket, struct
+        reading, writing = os.pipe()
+        ends = socket.socketpair()
+        parent = os.getppid()
+        attacks = {
+            "F_SETOWN": lambda: fcntl.fcntl(reading, fcntl.F_SETOWN, parent),
+            "F_SETOWN_EX": lambda: fcntl.fcntl(reading, 15, struct.pack("ii", 1, parent)),
+            "FIOSETOWN": lambda: fcntl.ioctl(ends[0], 0x8901, struct.pack("i", parent)),
+            "SIOCSPGRP": lambda: fcntl.ioctl(ends[0], 0x8902, struct.pack("i", parent)),
+            "affinity": lambda: os.sched_setaffinity(parent, os.sched_getaffinity(parent)),
+            "scheduler": lambda: os.sched_setscheduler(parent, os.SCHED_OTHER, os.sched_param(0)),
+            "priority": lambda: os.setpriority(os.PRIO_PROCESS, parent, os.getpriority(os.PRIO_PROCESS, parent)),
+        }
+        for name, attack in attacks.items():
+            try: attack()
+            except PermissionError: continue
+            print(name, "was not refused")
+        os.set_blocking(reading, False)
+        fcntl.fcntl(reading, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        print("descriptors", os.get_blocking(reading), os.isatty(reading))
+    """
+    assert run_filtered(code).stdout.splitlines() == ["descriptors False False"]
+
+
+@linux
 def test_filter_allows_abort() -> None:
     assert run_filtered("os.abort()", read_only=False).returncode == -6
 

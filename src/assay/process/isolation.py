@@ -204,7 +204,12 @@ _CALLS = {
     **{"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "prlimit64": (302, 261)},
     **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
     **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272)},
-    **{"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)},
+    **{"setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setattr": (314, 274)},
+    **{"sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122)},
+    **{"migrate_pages": (256, 238), "move_pages": (279, 239), "fcntl": (72, 25), "ioctl": (16, 29)},
+    **{"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "mq_unlink": (241, 181)},
+    **{"shmat": (30, 196), "semop": (65, 193), "semtimedop": (220, 192), "msgsnd": (69, 189), "msgrcv": (70, 188)},
+    **{"shmctl": (31, 195), "semctl": (66, 191), "msgctl": (71, 187)},
     **{"open": (2, -1), "openat": (257, 56), "creat": (85, -1), "truncate": (76, 45), "open_by_handle_at": (304, 265)},
     **{"rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276), "unlink": (87, -1), "unlinkat": (263, 35)},
     **{"mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1), "link": (86, -1), "linkat": (265, 37)},
@@ -214,6 +219,7 @@ _CALLS = {
     **{"utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88)},
     **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
     **{"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
+    **{"inotify_init": (253, -1), "inotify_init1": (294, 26), "fanotify_init": (300, 262)},
     **{"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51)},
     **{"unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241)},
     **{"userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
@@ -229,14 +235,16 @@ _CALLS = {
     **{"process_mrelease": (448, 448), "fchmodat2": (452, 452), "setxattrat": (463, 463), "removexattrat": (466, 466)},
     **{"open_tree_attr": (467, 467), "file_setattr": (469, 469)},
 }
-_CONDITIONAL = ("clone", "kill", "tgkill", "prlimit64", "open", "openat")
+_CONDITIONAL = ("clone", "kill", "tgkill", "prlimit64", "open", "openat", "fcntl", "ioctl")
+# Commands that choose the process to which the kernel sends a signal, which may be SIGKILL, when a descriptor is ready.
+_SET_OWNER = {"fcntl": (8, 15), "ioctl": (0x8901, 0x8902)}  # F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP
 # A filter cannot read the arguments of these, which lie in memory. After ENOSYS, libc uses the older calls.
 _UNKNOWN = ("clone3", "openat2")
 STRICT = tuple(name for name in _CALLS if name not in _CONDITIONAL)
 
 
 def filter_system_calls(read_only: bool) -> None:
-    """Refuse sockets, new processes, signals to other processes, changes to files, and system administration.
+    """Refuse sockets, new processes, acting on other processes, changes to files, and system administration.
 
     Refused system calls fail with an error code. Threads, reading files and all operations on open descriptors still
     work. With `read_only`, files cannot be opened for writing either.
@@ -262,6 +270,8 @@ def _own_process_only(own: int, read_only: bool) -> list[bytes]:
     rules = _conditional("kill", 0, [_step(_EQUAL, own, 1, 0)])
     rules += _conditional("tgkill", 0, [_step(_EQUAL, own, 1, 0)])
     rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, own, 1, 0)])
+    for name, (first, second) in _SET_OWNER.items():
+        rules += _conditional(name, 1, [_step(_EQUAL, first, 1, 0), _step(_EQUAL, second, 0, 1)])
     if read_only:
         for name, argument in (("openat", 2), ("open", 1)):
             rules += _conditional(name, argument, [_step(_ANY_BIT, _WRITING, 0, 1)], errno.EACCES)
