@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from process_tree import alive, descendants, gone, started, zombies
 
+from assay.process import spawn
+from assay.process.pool import SUPPORT
 from assay.process.sandbox import environment
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.pool import is_user_code, level_for
@@ -540,6 +542,20 @@ def test_refused_namespaces_give_one_warning_and_processes_still_end(reward: Rew
     warned = [line for line in run.stderr.splitlines() if "process namespace" in line]
     assert len(warned) == 2 and "basic" in warned[0] and "strict" in warned[1], run.stderr
     assert gone(mark)
+
+
+@linux
+def test_nothing_is_left_of_a_worker_that_stops_its_supervisor(
+    reward: Reward, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a PID namespace it can do so."""
+    monkeypatch.setattr(SUPPORT, "namespaces_refused", "as in many containers")
+    monkeypatch.setattr(SUPPORT, "warn_missing", lambda *_: None)
+    monkeypatch.setattr(spawn, "KILL_LIMIT_S", -0.9)  # the supervisor is given one second more
+    judge = reward(SLEEPERS.format(mark=mark) + "os.kill(os.getppid(), signal.SIGSTOP)\nreturn 1")
+    with JudgePool(judge, workers=1, timeout_s=30.0) as pool:
+        assert pool.judge([("", "", {"ready": str(tmp_path / "ready")})])[0].correct
+    assert gone(mark, within=2.0)
 
 
 @linux

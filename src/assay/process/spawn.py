@@ -116,8 +116,8 @@ class ChildProcess:
             self.process.send_signal(KILL_REQUEST)
             try:
                 self.process.wait(timeout=KILL_LIMIT_S + 1)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
+            except subprocess.TimeoutExpired:  # without a PID namespace, the worker can stop its supervisor
+                _kill([*_descendants(self.process.pid), self.process.pid])
                 self.process.wait()
 
 
@@ -286,23 +286,27 @@ def _kill_all(worker: int, code: int | None, namespaces: bool) -> int | None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     deadline = time.monotonic() + KILL_LIMIT_S
-    while (alive := _descendants()) and time.monotonic() < deadline:
-        for pid in alive:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    while (alive := _descendants(os.getpid())) and time.monotonic() < deadline:
+        _kill(alive)
         _reap(worker)
         time.sleep(0.002)
     return code
 
 
-def _descendants() -> list[int]:
-    """Return all processes below this one, from /proc (Linux). Elsewhere only the worker's process group is killed."""
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Return all processes below a process, from /proc (Linux). Elsewhere only the worker's process group is killed."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with suppress(OSError, ValueError, IndexError):
             stat = Path("/proc", name, "stat").read_text(errors="replace") if name.isdigit() else ""
             parents[int(name)] = int(stat.rpartition(")")[2].split()[1])
-    tree, descendants = {os.getpid()}, []
+    tree, descendants = {ancestor}, []
     while new := [pid for pid, parent in parents.items() if parent in tree and pid not in tree]:
         tree.update(new)
         descendants += new
