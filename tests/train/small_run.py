@@ -93,7 +93,9 @@ class SmallRuns:
     def same_run(self, one: str, other: str, steps: int) -> None:
         """Assert that weights, optimizer state, metrics, rollouts and results of two runs are equal."""
         first, second = (self.checkpoint(steps, name) for name in (one, other))
-        for part in ("model/model.safetensors", "optimizer.safetensors"):
+        parts = ["model/model.safetensors", "optimizer.safetensors"]
+        parts += ["critic.safetensors"] if (first / "critic.safetensors").exists() else []
+        for part in parts:
             left, right = load_file(first / part), load_file(second / part)
             assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
         left_model, right_model = (load_model(str(folder / "model")) for folder in (first, second))

@@ -166,6 +166,19 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     complete.same_run("small", name, STEPS)
 
 
+def test_an_invalid_file_with_valid_checksums_ends_the_command_with_one_line(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(complete.runs / "small", complete.runs / "forged")
+    folder = checkpoints.folder(complete.runs / "forged", STEPS)
+    (folder / "optimizer.safetensors").write_bytes(b"no tensors")
+    checkpoints.write_marker(folder)
+    complete.lose_summary("forged")
+    assert complete.resume("forged") == 2
+    shown = capsys.readouterr().err
+    assert "the checkpoint of step 5 is invalid" in shown and shown.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_damaged_reference_is_refused_and_can_be_replaced_by_the_first_checkpoint(
     complete: SmallRuns, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from assay.algos import Algorithm, LengthLimits
 from assay.config import RewardConfig, TrainConfig
@@ -139,9 +140,14 @@ def load_tensors(run: TrainingRun, step: int) -> None:
     path, learner = run.directory.path, run.learner
     warm_start = run.begin_warm_start() if run.state.sft_step else None
     optimizer = warm_start.optimizer if warm_start else learner.updater.optimizer
-    checkpoint.load_optimizer(path, step, learner.policy, optimizer)
-    if learner.critic is not None and run.resumed:
-        learner.critic.load(checkpoints.folder(path, step))
+    try:
+        checkpoint.load_optimizer(path, step, learner.policy, optimizer)
+        if learner.critic is not None and run.resumed:
+            learner.critic.load(checkpoints.folder(path, step))
+    except SafetensorError as error:  # checksums show damage, but not a file that was saved like this
+        raise UserError(
+            f"the checkpoint of step {step} is invalid ({error}): resume from another checkpoint"
+        ) from error
     if run.replay.buffer is not None:
         checkpoint.load_replay(path, step, run.replay.buffer)
     run.source.load_groups(checkpoint.load_queue(path, step))

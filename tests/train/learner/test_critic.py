@@ -9,7 +9,7 @@ import pytest
 import torch
 from learner_parts import credit, critic
 from processes import start
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_run import SmallRuns
 from torch import Tensor
 from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weights_of
@@ -25,7 +25,7 @@ from assay.train.learner.optim import make_adamw
 from assay.train.learner.pack import Row, rows_of
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
-from assay.types import Rollout
+from assay.types import Rollout, UserError
 
 TRUNKS = ("separate", "shared")
 
@@ -140,6 +140,17 @@ def test_updates_do_not_depend_on_micro_batches_and_continue_from_a_checkpoint(t
         one.learn(groups)
     pairs = zip(own.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("changed", [{"head.weight": torch.zeros(1, 1)}, {"head.bias": None}])
+def test_a_critic_that_does_not_fit_the_model_is_refused(tmp_path: Path, changed: dict[str, Tensor | None]) -> None:
+    """One value would be copied to all weights of the head."""
+    own = critic()
+    own.save(tmp_path)
+    tensors = {**load_file(tmp_path / "critic.safetensors"), **changed}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "critic.safetensors")
+    with pytest.raises(UserError, match="does not fit"):
+        own.load(tmp_path)
 
 
 def test_out_of_memory_halves_the_critics_token_budget() -> None:

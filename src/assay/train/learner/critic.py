@@ -167,6 +167,8 @@ class Critic:
         with safe_open(folder / FILE, "pt") as saved:
             shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
             own = self.model.own_parameters()
+            if any(shapes.get(name) != list(weight.shape) for name, weight in own.items()):
+                raise UserError(f"{folder / FILE} does not fit the model: resume with the run's own model")
             state = allocate_optimizer_state(own.items(), self.optimizer, shapes)
             tensors = {name: weight.detach() for name, weight in own.items()} | state
             if is_sharded(self.model):
