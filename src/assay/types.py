@@ -34,7 +34,10 @@ class Progress(Protocol):
 
 def describe_error(error: BaseException, limit: int = 300) -> str:
     """Describe an exception in one line of limited length: its type and message."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # the __str__ of users' exceptions may fail
+        text = ""
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
@@ -53,6 +56,14 @@ def hide_credentials(text: str) -> str:
     """A text in which `***` replaces user names, passwords and queries of URLs, which may contain keys."""
     text = re.sub(r"(\b[a-z][a-z0-9+.-]*://)[^\s'\"]*@", r"\1***@", text, flags=re.I)
     return re.sub(r"(\b[a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+", r"\1***", text, flags=re.I)
+
+
+MAX_REWARD = 1e15  # in size: squares of much larger rewards overflow
+
+
+def is_valid_reward(reward: float) -> bool:
+    """Return whether a reward is finite and not too large to train with."""
+    return abs(reward) <= MAX_REWARD
 
 
 def plural(count: int, noun: str) -> str:

@@ -53,6 +53,8 @@ def test_return_values_of_reward_functions(write: Write, body: str, reward: floa
         ("raise KeyError('oops\\n two lines')", "KeyError: 'oops"),
         ("return float('nan')", "finite"),
         ("return {'reward': float('inf')}", "finite"),
+        ("return 1e300", "finite number of at most 1e+15"),  # its square overflows
+        ("raise type('Silent', (Exception,), {'__str__': lambda self: 1 / 0})()", "Silent ("),
         ("return None", "NoneType"),
         ("return '1.0'", "str"),
         ("return [1.0]", "list"),

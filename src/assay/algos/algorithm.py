@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -29,7 +28,7 @@ from assay.algos.credit import AdvantageCredit, CreditRule, CriticCredit, Reward
 from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter
 from assay.algos.terms import TERMS
 from assay.config import AlgoConfig, CriticConfig
-from assay.types import Group, UserError
+from assay.types import MAX_REWARD, Group, UserError, is_valid_reward
 
 
 def no_paths(path: str) -> Any:
@@ -176,10 +175,10 @@ class Algorithm:
             assert rollout.verdict is not None, f"rollout {rollout.sample} of {rollout.prompt.id} was not judged"
             rollout.reward = rollout.verdict.reward
             rollout.masked = rollout.masked or rollout.failed
-            if not math.isfinite(rollout.reward):
+            if not is_valid_reward(rollout.reward):
                 raise UserError(
                     f"the reward of {rollout.prompt.id} (sample {rollout.sample}) is {rollout.reward}: "
-                    "a reward function must return a finite number."
+                    f"a reward function must return a finite number of at most {MAX_REWARD:g}."
                 )
         self.overlong.shape_rewards(groups, self.limits)
 

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from assay.rewards import Judge
 from assay.rewards.judge import judge_safely, judged_fields
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash
-from assay.types import Message, Prompt, Status, UserError, Verdict, describe_user_error
+from assay.types import MAX_REWARD, Message, Prompt, Status, UserError, Verdict, describe_user_error, is_valid_reward
 
 T = TypeVar("T")
 Observation = str | Sequence[Message]
@@ -278,8 +278,8 @@ def validate_step(step: Any) -> Step:
         reward = float(reward)
     except (TypeError, ValueError):
         raise TypeError(f"step must return a number as reward, not {reward!r:.80}") from None
-    if not math.isfinite(reward):
-        raise ValueError(f"step returned the reward {reward}, which is not finite")
+    if not is_valid_reward(reward):
+        raise ValueError(f"step returned the reward {reward}, which is not finite or above {MAX_REWARD:g}")
     if terminated not in (True, False) or truncated not in (True, False):
         raise TypeError(f"terminated and truncated must be true or false, not {terminated!r:.40} and {truncated!r:.40}")
     if not isinstance(info, dict):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 from assay.rewards.importing import absolute_path, load_object
-from assay.types import Status, UserError, Verdict, describe_user_error, plural
+from assay.types import MAX_REWARD, Status, UserError, Verdict, describe_user_error, is_valid_reward, plural
 
 MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function
 NOT_APPLICABLE = "the reward function returned None: it does not apply to this answer"  # as in TRL
@@ -181,8 +180,10 @@ def _verl_verdict(result: Any) -> Verdict:
 def as_verdict(result: Any) -> Verdict:
     """Convert what a user's function returned. Raises TypeError or ValueError if it is invalid."""
     verdict = result if isinstance(result, Verdict) else _new_verdict(result)
-    if not math.isfinite(verdict.reward):
-        raise ValueError(f"the reward function returned {verdict.reward}, which is not a finite number")
+    if not is_valid_reward(verdict.reward):
+        raise ValueError(
+            f"the reward function returned {verdict.reward}, which is not a finite number of at most {MAX_REWARD:g}"
+        )
     return verdict
 
 

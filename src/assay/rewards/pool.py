@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import re
@@ -23,7 +22,7 @@ from assay.rewards.judge import (
     prepare_judge,
     sees_group,
 )
-from assay.types import Prompt, Status, UserError, Verdict, describe_error, plural
+from assay.types import Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
 GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
@@ -162,7 +161,7 @@ class JudgeInWorker:
 
 def plain_values(verdict: Verdict) -> dict[str, Any]:
     reward = float(verdict.reward)
-    if not math.isfinite(reward):
+    if not is_valid_reward(reward):
         raise ValueError(f"the reward is {reward}")
     return {
         "reward": reward,
@@ -186,7 +185,7 @@ def parse_verdict(value: Any) -> Verdict:
         raise BadMessage("it is not a verdict")
     reward, status, parsed = value.get("reward"), value.get("status"), value.get("parsed")
     parts, detail = value.get("parts"), value.get("detail")
-    if type(reward) is not float or not math.isfinite(reward) or status not in _STATUSES:
+    if type(reward) is not float or not is_valid_reward(reward) or status not in _STATUSES:
         raise BadMessage("its reward or status is invalid")
     if not isinstance(parsed, str | None) or not isinstance(detail, str) or not isinstance(parts, dict):
         raise BadMessage("its fields are not those of a verdict")
