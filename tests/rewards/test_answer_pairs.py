@@ -75,7 +75,7 @@ def test_no_answer_leads_to_an_error() -> None:
 def test_regression_set_is_large_balanced_and_without_duplicates() -> None:
     keys = Counter((row["form"], row["gold"], row["answer"]) for row in ROWS)
     right = sum(row["equal"] for row in ROWS)
-    assert len(ROWS) >= 1_500 and right >= 500 and len(ROWS) - right >= 600 and len(STYLES) >= 30
+    assert len(ROWS) >= 1_900 and right >= 700 and len(ROWS) - right >= 600 and len(STYLES) >= 30
     assert max(keys.values()) == 1 and all(row["why"] for row in ROWS)
 
 

@@ -1,18 +1,20 @@
 r"""Equality of an extracted answer and the gold answer, which decides how they are compared.
 
-A number is compared exactly (see `numeric`); a list, tuple, interval, set, union or matrix part by part; words and
-multiple-choice letters as text; any other expression by math-verify (see `latex`). "a \pm b" is two values.
+A number is compared exactly (see `numeric`); a set of real numbers as a set (see `sets`); a list, tuple, set or matrix
+part by part (see `structure`); words and multiple-choice letters as text; any other expression by math-verify (see
+`latex`). "a \pm b" is two values. The other sides of an equation must name the value (see `names`) or be equal to it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 
-from assay.rewards.latex import check_expression, check_vocabulary, check_work, numeric_value, same_expression
+from assay.rewards.expressions import calculate
+from assay.rewards.latex import check_expression, check_vocabulary, check_work, real_value, same_expression
+from assay.rewards.names import VARIABLE, is_function_value, is_name, names_of
 from assay.rewards.numeric import (
     CACHE_SIZE,
     MAX_ANSWER_CHARS,
@@ -21,11 +23,13 @@ from assay.rewards.numeric import (
     Unreadable,
     UnreadableGold,
     WrongForm,
-    keeps_the_number,
+    compatible,
     read_quantity,
+    split_unit,
     tidy,
-    without_unit,
 )
+from assay.rewards.sets import same_real_set
+from assay.rewards.structure import Structure, list_items, read_structure, same_structure, split
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .,'-]*[A-Za-z]")
 _BASES_TEXT = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -35,19 +39,24 @@ _BASED = re.compile(
 )
 _EXTRA_SPACE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")  # "1 2" is not "12"
 _CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*\)")
+_CHOICE_AND_VALUE = re.compile(r"(\([A-E]\))\s+(\S.*)")
+_BEFORE_TEXT = re.compile(r"(?:option|choice|an?|the) ", re.IGNORECASE)
+_TIME = re.compile(r"([0-9]{1,2}\s?:\s?[0-9]{2})\s?([ap])\s?\.?\s?m\.?", re.IGNORECASE)
 _MATHS = re.compile(r"[0-9]|\\[A-Za-z]|(?<![A-Za-z])(?:pi|e|i)(?![A-Za-z])")
-_EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
-_NAME = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?")
-_LETTERS = re.compile(r"[A-Za-z\\{}()|,'\s]{1,60}")
-_LEFT_SIDE = re.compile(r"[\w\s()\[\]{}|^+*/.,'\\:$%!-]{0,99}[\w)\]}|'%!]")
-_RELATION = re.compile(
-    r"[<>≠]|(?<![0-9)}])!|!=|\\(?:neq?|neg|not|sim|leq?|geq?|lt|gt|lor|land|vee|wedge|[bx]?cancel|phantom)(?![A-Za-z])"
-)
 _ROUNDED = re.compile(r"(.*\S)\s*\\approx\s*([-+]?[0-9][0-9,]*(?:\.([0-9]+))?)", re.DOTALL)
-_COMMAND = re.compile(r"\\[A-Za-z]+")
 _TWO_SIGNS = re.compile(r"[-+]\s*[-+]")
 _ADJACENT_LETTER = re.compile(r"[0-9}][A-Za-z]")
 _IN_BRACKETS = re.compile(r"\(([^()]*)\)|\\\{([^{}]*)\\\}")
+_MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
+_ONE_OF = re.compile(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
+_SYMBOL = re.compile(r"\\(?:begin|end)\s*\{\w+\}|\\[A-Za-z]+|[A-Za-z]")
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_INTEGERS = r"(?:\\mathbb\s*\{\s*Z\s*\}|Z)"
+_PARAMETER = re.compile(
+    rf"[\s,;(]*(?:where|for)?\s*(?:(?P<name>[a-z])\s*\\in\s*{_INTEGERS}"
+    r"|(?:any |all |an |some )?integers? (?P<other>[a-z]))\s*\)?$"
+)
+_UNDECLARED = re.compile(r"(?<![A-Za-z\\])[jklmn](?![A-Za-z])")
 NOT_EVALUATED = "the gold answer is a number, the answer is an expression that is not evaluated"
 
 
@@ -67,7 +76,7 @@ def compare(answer: str, gold: str, strict: bool = True) -> tuple[bool, str]:
     if not answer:
         raise Unreadable("the answer is empty")
     try:
-        return _same(answer, gold, strict), ""
+        return _same(*_with_same_parameter(answer, gold), strict), ""
     except WrongForm as error:
         return False, str(error)
 
@@ -76,28 +85,34 @@ def _same(answer: str, gold: str, strict: bool) -> bool:
     """Return whether two tidied answers, or parts of answers, are equal. Raises WrongForm if the forms differ."""
     if answer == gold:
         return True
-    number = _gold_number(gold)
+    theirs = _gold_statement(gold)
+    number = theirs.number
     rounded = _ROUNDED.fullmatch(answer)
     if rounded and _is_rounded(rounded, gold, number) and _same_part(rounded[1], gold, strict):
         return True
     if number is not None and (ours := read_quantity(answer)) is not None:
         return _same_numbers(ours, number, strict)
-    if "=" not in gold:
-        answer = _without_name(answer)
     if (based := _same_based(answer, gold, number)) is not None:
         return based
     if number is not None:
-        return _states_number(answer, gold, number, strict)
+        return _states_number(answer, theirs, number, strict)
     if _same_text(answer, gold):
         return True
-    if _is_words(gold, 3) or (_is_words(answer, 2) and _is_words(gold, 2)) or _CHOICE.fullmatch(gold):
-        return False  # as products of letters, anagrams would be equal
-    parts = read_structure(gold)
-    if parts is not None:
+    if _CHOICE.fullmatch(gold):
+        return False
+    if theirs_choice := _CHOICE_AND_VALUE.fullmatch(gold):
+        ours_choice = _CHOICE_AND_VALUE.fullmatch(answer)
+        value = ours_choice is None or _same_part(ours_choice[2], theirs_choice[2], strict)
+        return value and _same_text(ours_choice[1] if ours_choice else answer, theirs_choice[1])
+    if _is_words(gold, 3) or (_is_words(answer, 2) and _is_words(gold, 2)):
+        # As products of letters, anagrams would be equal.
+        return "=" in answer and _same_text(read_statement(answer, labels=False).value, gold)
+    if (same := same_real_set(answer, gold, strict)) is not None:
+        return same
+    if (gold_parts := _read_parts(gold)) is not None:
         check_expression(answer)
-        ours_parts = read_structure(_CONJUNCTION.sub(", ", answer))  # "1 and 2" is a list
-        return ours_parts is not None and same_structure(ours_parts, parts, partial(_same_part, strict=strict))
-    return _same_scalar(without_unit(answer), without_unit(gold))
+        return gold_parts.same(_read_parts(answer), strict)
+    return _same_scalar(answer, theirs, gold)
 
 
 def _same_part(answer: str, gold: str, strict: bool) -> bool:
@@ -107,23 +122,91 @@ def _same_part(answer: str, gold: str, strict: bool) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A value and the names that it is assigned to, if any: ("x",) for "x = 2 + 3 = 5". `number`: a gold answer's."""
+
+    value: str
+    names: tuple[str, ...] = ()
+    number: Quantity | None = None
+
+
+def read_statement(text: str, labels: bool = True) -> Statement:
+    """Parse an equation that states one value: "x = 5" or "6 \\cdot 7 = 42". Raises WrongForm for other equations.
+
+    labels: words may name the value, as in "Total cost = 5".
+    """
+    sides = split(text, ("=", "\\approx"))
+    if len(sides) == 1:
+        return Statement(text)
+    *left, value = sides
+    if len(left) == 1 and is_name(value, labels=False) and not is_name(left[0]):
+        left, value = [value], left[0]  # "5 = x"
+    tolerance = _last_digit(value) if "\\approx" in text else None
+    for side in left:
+        if not is_name(side, labels) and not _equal_sides(side, value, tolerance):
+            raise WrongForm("a side of the equation is neither a name of the other side nor equal to it")
+    names = names_of(left[0]) if is_name(left[0], labels=False) else ()
+    if read_quantity(value) is None and set(names) & set(_SYMBOL.findall(value)):
+        raise WrongForm("the answer is an equation that is not solved")
+    return Statement(value, names)
+
+
+def _last_digit(value: str) -> Fraction | None:
+    number = re.fullmatch(r"[-+]?[0-9][0-9,]*(?:\.([0-9]+))?", value)
+    return Fraction(1, 10 ** len(number[1] or "")) if number else None
+
+
+def _equal_sides(side: str, value: str, tolerance: Fraction | None) -> bool:
+    ours, theirs = read_quantity(side), read_quantity(value)
+    if tolerance is not None and theirs is not None:
+        exact = ours.value if ours is not None else real_value(side)
+        return exact is not None and abs(exact - theirs.value) < tolerance
+    if ours is not None and theirs is not None:
+        return ours.same(theirs) or theirs.same(ours)
+    computed = [quantity.value if quantity else _computed(text) for quantity, text in ((ours, side), (theirs, value))]
+    if None not in computed:
+        return computed[0] == computed[1]
+    try:
+        return same_expression(side, value)
+    except (Unreadable, UnreadableGold, WrongForm):
+        return False
+
+
+_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
+_PYTHON = (("\\cdot", "*"), ("\\times", "*"), ("\\div", "/"), ("%", "/100"), (" of ", "*"), ("{", "("), ("}", ")"))
+_UNIT_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+
+
+def _computed(side: str) -> Fraction | None:
+    r"""Return the value of arithmetic such as "20\% of 50" or "3 apples + 4 apples"; None if it is something else."""
+    side = _FRACTION.sub(lambda part: f"(({part[1] or part[2]})/({part[3] or part[4]}))", side)
+    for latex, python in _PYTHON:
+        side = side.replace(latex, python)
+    try:
+        return calculate(_UNIT_WORDS.sub(" ", side))
+    except Unreadable:
+        return None
+
+
+@lru_cache(CACHE_SIZE)
+def _gold_statement(gold: str) -> Statement:
+    """Return what the gold answer states, with its number if it is one; "5m" is algebra, since it may be 5 times m."""
+    try:
+        stated = read_statement(gold, labels=False) if "=" in gold else Statement(gold)
+        number = None if _ADJACENT_LETTER.fullmatch(stated.value[-2:]) else read_quantity(stated.value)
+        return Statement(stated.value, stated.names, number)
+    except WrongForm:
+        return Statement(gold)
+    except Unreadable as error:
+        raise UnreadableGold(str(error)) from None
+
+
 def _is_rounded(rounded: re.Match[str], gold: str, number: Quantity | None) -> bool:
     r"""Return whether the decimals of "\frac{1}{3} \approx 0.33" are those of the gold answer, rounded or truncated."""
-    value = number.value if number is not None else numeric_value(gold)
+    value = number.value if number is not None else real_value(gold)
     step = Fraction(1, 10 ** len(rounded[3] or ""))
-    return value is not None and abs(Fraction(value) - Fraction(rounded[2].replace(",", ""))) < step
-
-
-def _same_scalar(answer: str, gold: str) -> bool:
-    """Compare one expression that is not a number, or one equation."""
-    if "=" not in gold:
-        answer = _right_side(answer)
-        if read_structure(answer) is not None:
-            raise WrongForm("the answer has several values, the gold answer has one")
-    number = read_quantity(answer)
-    if number is not None and number.unit == NO_UNIT:
-        answer = _as_fraction(number)  # exactly: a decimal is not an irrational number
-    return same_expression(answer, gold)
+    return value is not None and abs(value - Fraction(rounded[2].replace(",", ""))) < step
 
 
 def _same_numbers(answer: Quantity, gold: Quantity, strict: bool) -> bool:
@@ -132,28 +215,20 @@ def _same_numbers(answer: Quantity, gold: Quantity, strict: bool) -> bool:
     return answer.same(gold)
 
 
-@lru_cache(CACHE_SIZE)
-def _gold_number(gold: str) -> Quantity | None:
-    """Return the number that the gold answer is, also for "x = 5"; "5m" is algebra, since it may be 5 times m."""
-    name, equals, value = gold.partition("=")
-    value = value.strip() if equals and _NAME.fullmatch(name.strip()) else gold
-    try:
-        return None if _ADJACENT_LETTER.fullmatch(value[-2:]) else read_quantity(value)
-    except Unreadable as error:
-        raise UnreadableGold(str(error)) from None
-
-
-def _states_number(answer: str, gold: str, number: Quantity, strict: bool) -> bool:
+def _states_number(answer: str, gold: Statement, number: Quantity, strict: bool) -> bool:
     """Return whether an answer that is more than a number, such as "x = 5" or "(5)", states this number."""
     if not _MATHS.search(answer):
         raise Unreadable("there is no number in the answer")
-    if not _same_name(answer, gold):
-        return False
     if _TWO_SIGNS.search(answer):
         raise WrongForm("the answer has two signs in a row")
-    value = _right_side(answer, number)
+    stated = read_statement(answer)
+    if gold.names and stated.names and stated.names != gold.names:
+        return False
+    value = stated.value
     if bracketed := _IN_BRACKETS.fullmatch(value):
         value = (bracketed[1] or bracketed[2] or "").strip()
+    if based := _BASED.fullmatch(value):
+        return bool(_same_based(based.group(), gold.value, number))
     ours = read_quantity(value)
     if ours is not None:
         return _same_numbers(ours, number, strict)
@@ -172,41 +247,116 @@ def _as_fraction(number: Quantity) -> str:
     return f"\\frac{{{number.value.numerator}}}{{{number.value.denominator}}}"
 
 
-def _without_name(answer: str) -> str:
-    """Return the value of "x = 5" or "(x, y) = (1, 2)", where the left side has letters but no number."""
-    left, equals, right = (side.strip() for side in answer.partition("="))
-    if not equals or "=" in right or _RELATION.search(answer):
-        return answer
-    named = _LETTERS.fullmatch(left) and keeps_the_number(left.lower().split())
-    return right if named else answer
-
-
-def _right_side(answer: str, number: Quantity | None = None) -> str:
-    """Return the last side of an equation such as "x = 5"; the whole text if another side contradicts it."""
-    *left, last = (side.strip() for side in _EQUALS.split(answer))
-    if not left or _RELATION.search(answer):
-        return answer
-    for side in left:
-        stated = read_quantity(side)
-        if stated is not None and (number is None or not stated.same(number)):
-            return answer
-        if stated is None and side and not _is_left_side(side):
-            return answer
-    return last
-
-
-def _is_left_side(side: str) -> bool:
-    """Return whether a side names or computes one value: "x", "f(1, 2)", "Total cost", "6 \\cdot 7", not "17 or x"."""
-    if not _LEFT_SIDE.fullmatch(side) or read_structure(side) is not None:
+def _same_scalar(answer: str, theirs: Statement, gold: str) -> bool:
+    """Compare one expression that is not a number, or one equation."""
+    try:
+        ours = read_statement(answer, labels=not theirs.names)
+    except WrongForm:
+        if "=" not in gold:
+            raise
+        return same_expression(answer, gold)  # two equations
+    if "=" in gold and not theirs.names:
+        return same_expression(answer, gold)
+    value = ours.value
+    if ours.names and theirs.names and ours.names != theirs.names:
+        variables = _arguments(ours.names[0], theirs.names[0])
+        if variables is None:
+            return same_expression(answer, gold)
+        value = _renamed(value, *variables)
+    if read_structure(value) is not None:
+        raise WrongForm("the answer has several values, the gold answer has one")
+    value, unit = split_unit(_MEMBER.sub("", value) if theirs.value == "\\emptyset" else value)
+    expected, gold_unit = split_unit(theirs.value)
+    if not compatible(unit, gold_unit) or (unit.known == "degree" and not gold_unit.known and "\\pi" in expected):
         return False
-    return keeps_the_number(_COMMAND.sub(" ", side).lower().split())
+    number = read_quantity(value)
+    if number is not None and number.unit == NO_UNIT:
+        value = _as_fraction(number)  # exactly: a decimal is not an irrational number
+    return value == expected or same_expression(value, expected)
 
 
-def _same_name(answer: str, gold: str) -> bool:
-    """Return whether answer and gold answer assign to the same variable, if both assign to a single one."""
-    ours, theirs = (text.partition("=")[0].strip() for text in (answer, gold))
-    both = "=" in answer and "=" in gold and _NAME.fullmatch(ours) and _NAME.fullmatch(theirs)
-    return not both or ours == theirs
+def _arguments(ours: str, theirs: str) -> tuple[str, str] | None:
+    """Return the variables of "f(t)" and "f(x)"; None if these are not values of one function at a variable."""
+    (function, _, variable), (expected, _, argument) = (name.partition("(") for name in (ours, theirs))
+    named = is_function_value(ours) and is_function_value(theirs) and function == expected
+    both = (variable.removesuffix(")"), argument.removesuffix(")"))
+    return both if named and all(map(VARIABLE.fullmatch, both)) else None
+
+
+def _renamed(text: str, name: str, new: str) -> str:
+    return _SYMBOL.sub(lambda symbol: new if symbol.group() == name else symbol.group(), text)
+
+
+def _with_same_parameter(answer: str, gold: str) -> tuple[str, str]:
+    r"""Name the integer parameter of "\frac{\pi}{4} + n\pi, n \in \mathbb{Z}" as in the gold answer, if it has one."""
+    expected, theirs = _parameter(gold, "\\pi" in gold or "degrees" in gold)
+    if theirs is None:
+        return answer, gold
+    text, ours = _parameter(answer, True)
+    if ours is None or (ours != theirs and theirs in _SYMBOL.findall(text)):
+        return text, expected
+    return _renamed(text, ours, theirs), expected
+
+
+@lru_cache(CACHE_SIZE)
+def _parameter(text: str, undeclared: bool) -> tuple[str, str | None]:
+    declared = _PARAMETER.search(text)
+    if declared:
+        return text[: declared.start()], declared["name"] or declared["other"]
+    letters = set(_UNDECLARED.findall(text)) if undeclared else set()
+    return text, letters.pop() if len(letters) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The values of a structure. `names`: of the coordinates of a tuple, or of the one variable with these values."""
+
+    structure: Structure
+    names: tuple[str, ...] = ()
+
+    def same(self, answer: Parts | None, strict: bool) -> bool:
+        """Return whether an answer has the same parts as this gold answer."""
+        if answer is None:
+            return False
+        ours = answer.structure
+        if self.names and answer.names and self.names != answer.names:
+            if variables := _arguments(answer.names[0], self.names[0]):
+                ours = Structure(ours.kind, tuple(_renamed(part, *variables) for part in ours.parts))
+            elif sorted(self.names) == sorted(answer.names) and len(ours.parts) == len(self.names):
+                values = dict(zip(answer.names, ours.parts, strict=True))
+                ours = Structure(ours.kind, tuple(values[name] for name in self.names))
+            else:
+                return False
+        return same_structure(ours, self.structure, partial(_same_part, strict=strict))
+
+
+def _read_parts(text: str) -> Parts | None:
+    """Parse several values, with or without names: "(p, q) = (3, 2)", "x = 1 or x = 2", "x = 1, y = 2"."""
+    if "=" in text and len(list_items(text)) == 1 and not text.startswith("\\begin"):
+        stated = _read_part(text)
+        structure = read_structure(stated.value)
+        return Parts(structure, stated.names) if structure and stated.value != text else None
+    structure = read_structure(text)
+    if structure is None or structure.kind != "list" or not any("=" in part for part in structure.parts):
+        return Parts(structure) if structure else None
+    stated_parts = [_read_part(part) for part in structure.parts]
+    names = {part.names for part in stated_parts if part.names}
+    values = tuple(part.value for part in stated_parts)
+    if len(names) < 2:
+        return Parts(Structure("list", values), next(iter(names), ()))
+    if len(names) < len(values) or _ONE_OF.search(text):
+        return None if all(part.names for part in stated_parts) else Parts(structure)
+    assigned = [("".join(part.names), part.value) for part in stated_parts]
+    if "".join(sorted(name for name, _ in assigned)) in _ALPHABET:
+        assigned.sort()  # "y = 2, x = 1" is the point (1, 2)
+    return Parts(Structure("()", tuple(value for _, value in assigned)), tuple(name for name, _ in assigned))
+
+
+def _read_part(part: str) -> Statement:
+    try:
+        return read_statement(part, labels=False)
+    except WrongForm:
+        return Statement(part)
 
 
 def _is_words(text: str, least: int) -> bool:
@@ -217,10 +367,14 @@ def _is_words(text: str, least: int) -> bool:
 
 def _same_text(answer: str, gold: str) -> bool:
     is_choice = _CHOICE.fullmatch(gold) is not None
+    if (ours := _TIME.fullmatch(answer)) and (theirs := _TIME.fullmatch(gold)):
+        answer, gold = (f"{time[1]} {time[2].lower()}" for time in (ours, theirs))
+    any_case = is_choice or _is_words(gold, 3) or gold.lower() == "no"
+    if any_case:
+        answer = _BEFORE_TEXT.sub("", answer, count=1) if _BEFORE_TEXT.match(answer) else answer
     answer, gold = (
         _EXTRA_SPACE.sub("", _CHOICE.sub(r"\1", text) if _CHOICE.fullmatch(text) else text) for text in (answer, gold)
     )
-    any_case = is_choice or _is_words(gold, 3) or gold.lower() == "no"
     return answer == gold or (any_case and answer.casefold() == gold.casefold())
 
 
@@ -234,142 +388,11 @@ def _same_based(answer: str, gold: str, number: Quantity | None) -> bool | None:
         if ours is None or number is None:
             return None
         return _base(ours) == 10 and ours["digits"].isdigit() and int(ours["digits"]) == number.value
+    if ours is None and "=" in answer:
+        return bool(_same_based(read_statement(answer).value, gold, number))
     digits = ours["digits"] if ours else answer
     return digits.casefold() == theirs["digits"].casefold() and (ours is None or _base(ours) == _base(theirs))
 
 
 def _base(based: re.Match[str]) -> int:
     return _BASES.index(based["base"]) if based["base"] in _BASES else int(based["base"])
-
-
-MAX_PARTS = 24  # of a list, a set or a matrix
-MAX_UNMATCHED = 4  # symbolic parts of an unordered answer that are compared with each other
-
-_MATRIX = re.compile(r"\\begin\s*\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr| ]*\})?(.*?)\\end\s*\{\1\}", re.DOTALL)
-_MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
-_CONJUNCTION = re.compile(r"\s*,?\s+(?:and|or)\s+")
-_PLUS_MINUS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
-_LESS, _MORE = r"(<|\\leq?(?![A-Za-z])|\\lt(?![A-Za-z]))", r"(>|\\geq?(?![A-Za-z])|\\gt(?![A-Za-z]))"
-_BETWEEN = re.compile(rf"([^<>]+?)\s*{_LESS}\s*[A-Za-z]\s*{_LESS}\s*([^<>]+)")
-_BELOW = re.compile(rf"[A-Za-z]\s*{_LESS}\s*([^<>]+)|([^<>]+?)\s*{_MORE}\s*[A-Za-z]")
-_ABOVE = re.compile(rf"[A-Za-z]\s*{_MORE}\s*([^<>]+)|([^<>]+?)\s*{_LESS}\s*[A-Za-z]")
-
-# Kind of the gold answer -> other kinds of answer that are accepted.
-_ALSO_WRITTEN = {"list": ("set", "()"), "set": ("list",), "union": ("list",), "()": ("list",), "column": ("()", "list")}
-_OPENING, _CLOSING = "([{", ")]}"
-_TOKEN = re.compile(r"\\begin\s*\{\w+\}|\\end\s*\{\w+\}|\\cup(?![A-Za-z])|\\[{}]|\\\\|\\[A-Za-z]+|[()\[\]{},;&]")
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """`kind` is "list", "set", "union", "()", "[]", "(]", "[)" or "matrix ROWSxCOLUMNS"."""
-
-    kind: str
-    parts: tuple[str, ...]
-
-
-def read_structure(text: str) -> Structure | None:
-    """Return the parts of a tidied answer; None if it is a single expression."""
-    text = _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
-    if interval := _interval(text):
-        return interval
-    if matrix := _MATRIX.fullmatch(text):
-        return _read_matrix(matrix[2])
-    if len(union := _split(text, "\\cup")) > 1:
-        return Structure("union", tuple(union))
-    if text.startswith("\\{") and text.endswith("\\}") and _encloses(text):
-        return Structure("set", _with_both_signs(_split(text[2:-2], ",;")))
-    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _encloses(text):
-        parts = _split(text[1:-1], ",;")
-        return Structure(text[0] + text[-1], tuple(parts)) if len(parts) > 1 else None
-    values = _with_both_signs(_split(text, ",;"))
-    return Structure("list", values) if len(values) > 1 else None
-
-
-def same_structure(answer: Structure, gold: Structure, same: Callable[[str, str], bool]) -> bool:
-    """Return whether all parts are equal: in any order for lists, sets and unions."""
-    if max(len(answer.parts), len(gold.parts)) > MAX_PARTS:
-        raise Unreadable(f"the answer has more than {MAX_PARTS} parts")
-    if len(answer.parts) != len(gold.parts):
-        return False
-    kind = "column" if gold.kind.endswith("x1") else gold.kind
-    if answer.kind not in (gold.kind, *_ALSO_WRITTEN.get(kind, ())):
-        return False
-    if gold.kind in ("list", "set", "union"):
-        return _same_parts(list(answer.parts), list(gold.parts), same)
-    return all(map(same, answer.parts, gold.parts))
-
-
-def _same_parts(answer: list[str], gold: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Return whether the parts can be paired. Equal texts are paired first, to avoid slow comparisons."""
-    for part in list(answer):
-        if part in gold:
-            answer.remove(part)
-            gold.remove(part)
-    if len(answer) > MAX_UNMATCHED and any(re.search(r"[A-Za-z]", part) for part in answer + gold):
-        raise Unreadable(f"more than {MAX_UNMATCHED} symbolic parts differ from the gold answer's")
-    for part in answer:
-        partner = next((candidate for candidate in gold if same(part, candidate)), None)
-        if partner is None:
-            return False
-        gold.remove(partner)
-    return True
-
-
-def _interval(text: str) -> Structure | None:
-    r"""Convert an inequality in one variable to an interval: "2 < x \le 3" to (2, 3]."""
-    if between := _BETWEEN.fullmatch(text):
-        low, first, second, high = between.groups()
-    elif below := _BELOW.fullmatch(text):
-        low, first, second, high = "-\\infty", "<", below[1] or below[4], below[2] or below[3]
-    elif above := _ABOVE.fullmatch(text):
-        low, first, second, high = above[2] or above[3], above[1] or above[4], "<", "\\infty"
-    else:
-        return None
-    opening, closing = (relation in ("<", ">", "\\lt", "\\gt") for relation in (first, second))
-    return Structure(("(" if opening else "[") + (")" if closing else "]"), (low.strip(), high.strip()))
-
-
-def _read_matrix(body: str) -> Structure | None:
-    rows = [row for row in _split(body, "\\\\") if row]
-    cells = [_split(row, "&") for row in rows]
-    if not cells or len({len(row) for row in cells}) > 1:
-        return None
-    return Structure(f"matrix {len(cells)}x{len(cells[0])}", tuple(cell for row in cells for cell in row))
-
-
-def _split(text: str, separators: str) -> list[str]:
-    """Split at separators outside of brackets. Kinds of brackets are not distinguished: (2, 3] is one part."""
-    wanted = [separators] if separators.startswith("\\") else list(separators)
-    parts, depth, start = [], 0, 0
-    for token in _TOKEN.finditer(text):
-        depth += _nesting(token.group())
-        if depth == 0 and token.group() in wanted:
-            parts.append(text[start : token.start()].strip())
-            start = token.end()
-    return [*parts, text[start:].strip()]
-
-
-def _nesting(token: str) -> int:
-    bracket = token.lstrip("\\") if len(token) < 3 else token
-    return (bracket in _OPENING or token.startswith("\\begin")) - (bracket in _CLOSING or token.startswith("\\end"))
-
-
-def _encloses(text: str) -> bool:
-    """Return whether the bracket that opens the text is closed at its end."""
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        depth += _nesting(token.group())
-        if depth == 0 and _nesting(token.group()):
-            return token.end() == len(text)
-    return False
-
-
-def _with_both_signs(parts: list[str]) -> tuple[str, ...]:
-    signed: list[str] = []
-    for part in parts:
-        if len(_PLUS_MINUS.findall(part)) == 1:
-            signed += [_PLUS_MINUS.sub("+", part).lstrip("+ "), _PLUS_MINUS.sub("-", part)]
-        else:
-            signed.append(part)
-    return tuple(signed)

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,9 @@ from typing import Any
 from assay.process.sandbox import time_limit_paused
 from assay.rewards.numeric import MAX_DIGITS, Unreadable, UnreadableGold, WrongForm, nesting_depth
 
+# Sums and the like are not evaluated: the texts up to here must be the same, the rest is compared.
+_OPERATOR = re.compile(r"\\(?:sum|prod|int|lim)\s*(?:[_^]\s*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\w)\s*)+")
+_SPACES = re.compile(r"\s+")
 _PLAIN_ROOT = re.compile(r"(?:(?<![\\A-Za-z])sqrt|√)\s*\(([^()]*)\)|√\s*([0-9]+|[A-Za-z])")
 _PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _DECIMAL = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]+)(?![0-9.])")
@@ -31,9 +35,10 @@ _IMAGINARY = re.compile(r"(?<=[0-9])i(?![A-Za-z])")
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _FUNCTIONS = "sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lg min max gcd lcm"
 _PLAIN_NAMES = re.compile(rf"(?<![A-Za-z])(?:{_FUNCTIONS.replace(' ', '|')}|pi)(?![A-Za-z])")
-_COMMANDS = frozenset(
-    f"\\{name}" for name in (*_FUNCTIONS.split(), "frac", "binom", "cdot", "times", "div", "pi", "infty")
-)
+_OTHER_COMMANDS = "frac binom cdot times div pi infty lfloor rfloor lceil rceil"
+_COMMANDS = frozenset(f"\\{name}" for name in f"{_FUNCTIONS} {_OTHER_COMMANDS}".split())
+_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_INDEXED = re.compile(r"[0-9]\s*_")
 _CHARACTERS = frozenset("0123456789+-*/^_()[]{}|!.√ ")
 
 
@@ -62,10 +67,16 @@ def cache_bytecode() -> None:
 _NO_LIMIT: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True}
 
 
+_CANNOT_COMPARE = (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError, LookupError)
+
+
 def same_expression(answer: str, gold: str) -> bool:
     """Compare two tidied expressions with math-verify. Raises Unreadable if it cannot parse the answer."""
     check_vocabulary(answer, gold)
     check_expression(answer)
+    if (ours := _OPERATOR.search(answer)) and (theirs := _OPERATOR.search(gold)):
+        same_operator = _SPACES.sub("", answer[: ours.end()]) == _SPACES.sub("", gold[: theirs.end()])
+        return same_operator and same_expression(answer[ours.end() :], gold[theirs.end() :])
     check_work(answer)
     library = _library()
     gold_parsed = _parse_gold(gold)
@@ -78,7 +89,7 @@ def same_expression(answer: str, gold: str) -> bool:
         return _same_parsed(library, answer_parsed[0], gold_parsed[0])
     except (RecursionError, MemoryError, OverflowError) as error:
         raise Unreadable(f"the expression is too large ({type(error).__name__})") from None
-    except (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError) as error:
+    except _CANNOT_COMPARE as error:
         raise Unreadable(f"math-verify cannot compare it ({type(error).__name__})") from None
 
 
@@ -89,17 +100,37 @@ def _same_parsed(library: ModuleType, answer: Any, gold: Any) -> bool:
     if isinstance(gold, Eq) and isinstance(gold.lhs, Expr) and gold.lhs.is_Symbol and isinstance(answer, Expr):
         gold = gold.rhs  # "2x + 3" for "y = 2x + 3"
     if isinstance(gold, Expr) and isinstance(answer, Expr):
+        if not (gold.free_symbols or answer.free_symbols) and (same := _same_constants(answer, gold)) is not None:
+            return same
         return not differ(answer, gold) and bool(library.verify(gold, answer, **_NO_LIMIT))
     same = proportional(answer, gold)
     return bool(library.verify(gold, answer, **_NO_LIMIT)) if same is None else same
 
 
+def _same_constants(answer: Any, gold: Any) -> bool | None:
+    """Compare numbers by their difference, to far more digits than an answer has. None: one is not finite."""
+    size, difference = _evaluated(gold), _evaluated(answer - gold)
+    if size is None or difference is None:
+        return None
+    return bool(abs(difference) <= CONSTANT_TOLERANCE * (min(1, abs(size)) or 1))
+
+
+def _evaluated(constant: Any) -> Any:
+    """Return the value of a sympy expression without symbols, to 20 digits or more; None if it is not finite."""
+    value = constant.evalf(20, maxn=MAX_RESULT_DIGITS + 200)
+    return value if value.is_finite and value.is_number else None
+
+
 def check_vocabulary(answer: str, gold: str) -> None:
     """Raise WrongForm for words, relations and variables that the gold answer lacks; math-verify would ignore some."""
+    if _INEQUALITY.search(gold):
+        gold += "<>\\le\\ge"  # sides may be swapped
     known = _COMMANDS | set(_COMMAND.findall(gold))
     for command in _COMMAND.findall(answer):
         if command not in known:
             raise WrongForm(f"{command} is not expected in the answer")
+    if _INDEXED.search(answer) and not _INDEXED.search(gold):
+        raise WrongForm("a number has an index")
     rest = set(_PLAIN_NAMES.sub("", _COMMAND.sub(" ", answer)))
     unexpected = sorted(rest - _CHARACTERS - {"e", "i"} - set(gold))
     if unexpected:
@@ -115,11 +146,22 @@ def _parse_gold(gold: str) -> list[Any]:
     return _parse(_library(), _as_box(gold))
 
 
-def numeric_value(gold: str) -> float | None:
-    """Return the value of a tidied expression if it is a real number."""
-    parsed = _parse_gold(gold)
-    value = value_at(parsed[0], {}) if parsed else None
-    return value.real if value is not None and not value.imag else None
+def real_value(text: str, irrational: bool = False) -> Fraction | None:
+    """Return the value of a tidied expression, to `DIGITS` digits; None if it is not a real number.
+
+    `irrational`: None for a rational number too, which should have been evaluated.
+    """
+    try:
+        check_vocabulary(text, "")
+        check_expression(text)
+        check_work(text)
+        parsed = _parse(_library(), _as_box(text))
+        if not parsed or parsed[0].free_symbols or (irrational and parsed[0].doit().is_Rational):
+            return None
+        value = parsed[0].evalf(DIGITS)
+        return Fraction(str(value)) if value.is_finite and value.is_extended_real else None
+    except (Unreadable, WrongForm, RecursionError, MemoryError, *_CANNOT_COMPARE):
+        return None
 
 
 def _as_box(text: str) -> str:
@@ -136,7 +178,16 @@ def _parse(library: ModuleType, text: str) -> list[Any]:
     default = library.LatexExtractionConfig()
     config = replace(default, try_extract_without_anchor=False, boxed_match_priority=0)
     config = replace(config, normalization_config=replace(default.normalization_config, units=False))
-    return library.parse(text, [config], fallback_mode="no_fallback", parsing_timeout=None)
+    parsed = library.parse(text, [config], fallback_mode="no_fallback", parsing_timeout=None)
+    return [_with_imaginary_unit(part) for part in parsed]
+
+
+def _with_imaginary_unit(parsed: Any) -> Any:
+    """Replace the symbol i, as which math-verify often reads the imaginary unit."""
+    from sympy import Expr, I
+
+    letters = [symbol for symbol in parsed.free_symbols if symbol.name == "i"] if isinstance(parsed, Expr) else []
+    return parsed.xreplace(dict.fromkeys(letters, I)) if letters else parsed
 
 
 def verify_whole(completion: str, gold: str) -> tuple[bool | None, str]:
@@ -151,8 +202,9 @@ def verify_whole(completion: str, gold: str) -> tuple[bool | None, str]:
 
 
 POINTS = 4
-DIGITS = 30
+DIGITS = 50
 TOLERANCE = 1e-12  # relative
+CONSTANT_TOLERANCE = 1e-60  # of numbers, which are compared more exactly
 
 
 def differ(first: Any, second: Any) -> bool:
@@ -170,7 +222,7 @@ def proportional(first: Any, second: Any) -> bool | None:
         return None
     if one[0] != other[0]:
         return False
-    ratios = [left / right for left, right in _values(one[1], other[1]) if right]
+    ratios = [left / right for sign in (1, -1) for left, right in _values(one[1], other[1], sign) if right]
     if len(ratios) < 2:
         return None
     is_equation = one[0] == "Equality"
@@ -187,12 +239,13 @@ def _normal(relation: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _values(first: Any, second: Any) -> Iterator[tuple[complex, complex]]:
+def _values(first: Any, second: Any, sign: int = 1) -> Iterator[tuple[complex, complex]]:
     """Yield both values at each sample point where both are defined. The points are the same in every process."""
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     for point in range(POINTS if symbols else 1):
         # Irregular values between 0.4 and 2.7, so that roots and logarithms are defined.
-        where = {symbol: 0.4 + (0.7548776662 * (7 * point + index + 1)) % 2.3 for index, symbol in enumerate(symbols)}
+        steps = ((0.7548776662 * (7 * point + index + 1)) % 2.3 for index in range(len(symbols)))
+        where = {symbol: sign * (0.4 + step) for symbol, step in zip(symbols, steps, strict=True)}
         pair = [value_at(expression, where) for expression in (first, second)]
         if pair[0] is not None and pair[1] is not None:
             yield pair[0], pair[1]
@@ -201,7 +254,7 @@ def _values(first: Any, second: Any) -> Iterator[tuple[complex, complex]]:
 def value_at(expression: Any, where: dict[Any, float]) -> complex | None:
     """Evaluate a sympy expression for these values of its symbols; None if it is undefined."""
     try:
-        value = complex(expression.evalf(DIGITS, subs=where))
+        value = complex(expression.evalf(30, subs=where))
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
         return None  # undefined, or a symbol has no value
     return value if abs(value) < 1e300 else None  # also excludes infinities and NaN

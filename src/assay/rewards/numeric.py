@@ -23,9 +23,10 @@ def _words(text: str) -> frozenset[str]:
 
 
 _TAIL = re.compile(
-    r"(?P<first>%|[A-Za-z$€£¥₹][A-Za-z'.\-]*)(?P<rest>(?:\s?[ /]\s?[A-Za-z][A-Za-z'.\-]*){0,7})"
-    r"(?:\s?\^\s?\{?(?P<power>[23])\}?)?"
+    r"(?P<first>%|[A-Za-z$€£¥₹][A-Za-z'.\-]*)(?P<rest>(?:\s?(?: |/|\\cdot )\s?[A-Za-z][A-Za-z'.\-]*){0,7})"
+    r"(?:\s?\^\s?\{?(?:(?P<power>[23])|-[123])\}?)?"
 )
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*([a-z]{1,12})\s*\}\s*\{\s*([a-z]{1,12}\s?(?:\^\s?\{?[23]\}?)?)\s*\}")
 _PART = re.compile(r"[a-z$€£¥₹%¢]+")
 
 _SCALES = {"dozen": 12, "dozens": 12, "thousand": 10**3, "trillion": 10**12}
@@ -100,18 +101,19 @@ def read_unit(tail: str) -> Unit | None:
     """Parse the text after a number; None if it is not a unit or changes the number."""
     if not tail.strip():
         return NO_UNIT
-    matched = _TAIL.fullmatch(tail.strip())
+    matched = _TAIL.fullmatch(_UNIT_FRACTION.sub(r" \1/\2", tail).strip())
     if matched is None:
         return None
     adjacent = not tail[0].isspace()
     first = matched["first"].rstrip(".")
     if adjacent and first in _ADJACENT_SCALES and not matched["rest"]:
         return Unit(scale=_ADJACENT_SCALES[first])
-    words = [first.lower(), *matched["rest"].lower().replace("/", " ").split()]
+    words = [first.lower(), *matched["rest"].lower().replace("\\cdot", " ").replace("/", " ").split()]
     if not keeps_the_number(words):
         return None
     if words[0] in _PERCENT:
-        return Unit(percent=True)
+        altered = matched["power"] or (words[1:] and words[1] in _NOT_A_UNIT | _NUMBER_WORDS and words[1] != "of")
+        return None if altered else Unit(percent=True)
     scale = 1
     if words[0] in _SCALES and not adjacent:
         scale, words = _SCALES[words[0]], words[1:]
@@ -143,9 +145,11 @@ def _begins_a_unit(word: str, adjacent: bool) -> bool:
     return not adjacent and len(word) > 1
 
 
-def without_unit(expression: str) -> str:
-    r"""Remove a known unit from the end of an expression such as "6\sqrt{2} cm"."""
-    return _EXPRESSION_UNIT.sub("", expression)
+def split_unit(expression: str) -> tuple[str, Unit]:
+    r"""Split a known unit from the end of an expression such as "6\sqrt{2} cm"."""
+    matched = _EXPRESSION_UNIT.search(expression)
+    unit = read_unit(" " + matched.group()) if matched else None
+    return (expression[: matched.start()], unit) if matched and unit else (expression, NO_UNIT)
 
 
 CACHE_SIZE = 1024  # texts: all samples of a prompt share a gold answer and have few distinct answers
@@ -156,20 +160,34 @@ _LOOKALIKES = str.maketrans(
     | {chr(0xFF10 + i): str(i) for i in range(10)}
     | {"\uff0c": ",", "\uff0e": ".", "\uff04": "$", "\uff05": "%", "\u2044": "/", "\u2019": "'"}
     | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4", "×": "\\times ", "÷": "\\div ", "π": "\\pi ", "·": "\\cdot "}
-    | {"±": "\\pm ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "∞": "\\infty "}
-    | {"∪": "\\cup ", "∈": "\\in ", "²": "^{2}", "³": "^{3}"}
+    | {"±": "\\pm ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\neq ", "≈": "\\approx ", "∞": "\\infty "}
+    | {"∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "²": "^{2}", "³": "^{3}"}
 )
-_WRAPPERS = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname|emph|boxed|fbox)\s*\{"
+_WRAPPERS = (
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname|emph|boxed|fbox|ensuremath)\s*\{"
+)
 _WRAPPER = re.compile(_WRAPPERS + r"([^{}]*)\}")
 _WRAPPED = re.compile(rf"(?:{_WRAPPERS}|\{{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?:s)?(?![A-Za-z])|°")
 _TIGHT_COMMA = re.compile(r",\\!\s*")  # 11,\! 111 is one number, 11, 111 are two
-_NOISE = re.compile(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\displaystyle(?![A-Za-z])|\\!")
+_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|therefore|large|Large|huge|Huge|small|tiny|normalsize)(?![A-Za-z])|\\!"
+)
 _STYLED_FRACTION = re.compile(r"\\[dtc]frac")
-_SLANTED = re.compile(r"\\([lg]eq)slant(?![A-Za-z])")
+_SYNONYM = re.compile(
+    r"\\(?:(?P<le>leq(?:slant)?)|(?P<ge>geq(?:slant)?)|(?P<lt>lt)|(?P<gt>gt)|(?P<neq>ne)|(?P<setminus>backslash)"
+    r"|(?P<emptyset>varnothing)|(?P<ldots>dots|cdots)|(?P<colon>colon)|(?P<langle>langle)|(?P<rangle>rangle))(?![A-Za-z])"
+    r"|(?P<at_least>>=)|(?P<at_most><=)|(?P<unequal>!=)|(?P<empty>\\\{\s*\\\})|(?P<dots>\.\.\.)"
+)
+_SPELLING = {"lt": "<", "gt": ">", "colon": ":", "langle": "(", "rangle": ")", "at_least": "\\ge ", "at_most": "\\le "}
+_SPELLING |= {"unequal": "\\neq ", "empty": "\\emptyset ", "dots": "\\ldots "}
+_NUMBER_SETS = re.compile(r"\\mathbb\s*([A-Z])")
+_TEMPERATURE = re.compile(r"degrees\s+(?:(C)|F)(?![A-Za-z])")
+_DEGREES_OF_FUNCTION = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*\(?\s*([0-9]+) degrees\s*\)?")
 _REPEATING = re.compile(r"(?<![0-9.,])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar)\s*\{([0-9]{1,20})\}")
-_SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~")
+_BRACED_SIGN = re.compile(r"(?<=[0-9])\{([.:])\}(?=[0-9])")
+_SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|$)|\\q?quad(?![A-Za-z])|\\hspace\s*\{[^{}]*\}|~")
 _LEAD_IN = re.compile(r"(?:(?:the )?(?:final )?answer\b(?: is\b)?\s*[:=]?|=)\s*(?=\S)", re.IGNORECASE)
 _DELIMITERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
@@ -202,7 +220,7 @@ class Quantity:
 
     def same(self, gold: Quantity) -> bool:
         """Return whether the values are equal in compatible units."""
-        return _compatible(self.unit, gold.unit) and self._read_as(gold) == gold.value
+        return compatible(self.unit, gold.unit) and self._read_as(gold) == gold.value
 
     def evaluated(self, gold: Quantity) -> bool:
         """Return whether no division is left to do: 84/2 is not evaluated to 42, but 1/2 is accepted for 0.5."""
@@ -218,13 +236,18 @@ class Quantity:
         return self.value / 100 if divides else self.value
 
 
-def _compatible(ours: Unit, theirs: Unit) -> bool:
+def compatible(ours: Unit, theirs: Unit) -> bool:
     """Return whether units agree: they are compared only if both sides have known ones."""
-    mine, others = set(ours.known.split()), set(theirs.known.split())
+    mine, others = ours.known.split(), theirs.known.split()
     if not mine or not others:
         return True
     powers = {ours.power, theirs.power} - {0}
-    return (mine <= others or others <= mine) and len(powers) < 2
+    return (_is_subsequence(mine, others) or _is_subsequence(others, mine)) and len(powers) < 2
+
+
+def _is_subsequence(words: list[str], longer: list[str]) -> bool:
+    rest = iter(longer)
+    return all(word in rest for word in words)
 
 
 @lru_cache(CACHE_SIZE)
@@ -234,7 +257,8 @@ def tidy(text: str) -> str:
     text = _NOISE.sub("", _TIGHT_COMMA.sub(",", text))
     text = _SPACE.sub(" ", text)
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\#", "#")
-    text = _SLANTED.sub(r"\\\1", _STYLED_FRACTION.sub(r"\\frac", text))
+    text = _STYLED_FRACTION.sub(r"\\frac", _BRACED_SIGN.sub(r"\1", text))
+    text = _SYNONYM.sub(_common_spelling, _NUMBER_SETS.sub(r"\\mathbb{\1}", text))
     text = _REPEATING.sub(_repeating_decimal, text)
     text = _DEGREES.sub(" degrees ", text)
     for _ in range(3):  # wrappers may be nested
@@ -242,8 +266,16 @@ def tidy(text: str) -> str:
         if not replaced:
             break
     text = _unwrap(" ".join(text.split()))
+    if "degrees" in text:
+        text = _TEMPERATURE.sub(lambda scale: f"degrees {'celsius' if scale[1] else 'fahrenheit'}", text)
+        text = _DEGREES_OF_FUNCTION.sub(r"\1(\\frac{\2\\pi}{180})", text)
     lead_in = _LEAD_IN.match(text)
     return _unwrap(text[lead_in.end() :]) if lead_in else text
+
+
+def _common_spelling(command: re.Match[str]) -> str:
+    name = command.lastgroup or ""
+    return _SPELLING.get(name) or f"\\{name} "
 
 
 def _repeating_decimal(decimal: re.Match[str]) -> str:
