@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,9 +41,12 @@ def test_answers_are_not_delayed() -> None:
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
     await asyncio.sleep(1.0 if scope["path"] == "/slow" else 0.0)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+    body = b"ok".rjust(2 if scope["path"] != "/long" else 16 << 20)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
 
 
 @contextmanager
@@ -58,6 +64,15 @@ def server(implementation: str, keep_alive_s: float) -> Iterator[int]:
         finally:
             running.should_exit = True
             thread.join()
+
+
+def read_response(connection: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"ok"):
+        part = connection.recv(1000)
+        assert part
+        received += part
+    return received
 
 
 @pytest.mark.parametrize("implementation", ["httptools", "h11"])
@@ -92,8 +107,71 @@ def test_a_long_answer_is_not_cut_off(implementation: str, monkeypatch: pytest.M
     ):
         for path in (b"/slow", b"/slow"):
             connection.sendall(REQUEST.replace(b" / ", b" %s " % path))
-            received = b""
-            while not received.endswith(b"ok"):
-                part = connection.recv(1000)
-                assert part
-                received += part
+            read_response(connection)
+
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+ENDLESS = {  # the beginning of a connection, and what is repeated
+    "a header": (GET + b"X: ", b"a"),
+    "headers": (GET, b"X-Y: abc\r\n"),
+    "the request line": (b"GET /", b"a"),
+    "headers of a later request": (GET + b"\r\n" + GET, b"X-Y: abc\r\n"),
+    "trailers": (CHUNKED + b"0\r\n", b"X-Y: abc\r\n"),
+    "a chunk extension": (CHUNKED + b"5;x=", b"a"),
+    "pipelined requests": (REQUEST.replace(b" / ", b" /slow "), REQUEST),
+}
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.parametrize("implementation", ["httptools", "h11"])
+def test_endless_headers_close_the_connection_and_take_no_memory(implementation: str) -> None:
+    pytest.importorskip(implementation)
+    with server(implementation, keep_alive_s=5) as port:
+        before = resident_mb()
+        for kind, (beginning, unit) in ENDLESS.items():
+            if (implementation, kind) == ("h11", "pipelined requests"):
+                continue  # uvicorn reads them one by one
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                connection.sendall(beginning)
+                with pytest.raises(ConnectionError):
+                    for _ in range(128):
+                        connection.sendall(unit * ((128 << 10) // len(unit)))
+                    pytest.fail(f"16 MiB of {kind} were accepted")
+        assert resident_mb() - before < 32
+
+
+@pytest.mark.parametrize("implementation", ["httptools", "h11"])
+def test_long_headers_and_large_bodies_are_accepted(implementation: str) -> None:
+    pytest.importorskip(implementation)
+    header, chunk = b"X: %s\r\n\r\n" % (b"a" * 60_000), b"186a0\r\n%s\r\n" % (b"a" * 100_000)
+    with server(implementation, keep_alive_s=5) as port:
+        for request in (GET + header, CHUNKED + 20 * chunk + b"0\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                for _ in range(2):
+                    connection.sendall(request)
+                    assert read_response(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "READ_TIMEOUT_S", 0.4)
+    with (
+        server("h11", keep_alive_s=5) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
+    ):
+        request = REQUEST.replace(b" / ", b" /long ")
+        connection.sendall(request)
+        received = 0
+        while received < 16 << 20:  # slow, but without a long pause
+            received += len(connection.recv(4 << 20))
+            time.sleep(0.05)
+        connection.sendall(request)
+        time.sleep(1.5)
+        received = 0
+        with suppress(ConnectionError):
+            while part := connection.recv(4 << 20):
+                received += len(part)
+        assert received < 16 << 20

@@ -1,9 +1,10 @@
-"""Listening on a port: binding, and connections that wait too long for a request."""
+"""Listening on a port: binding, and limits on connections before a request reaches the application."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     import uvicorn
 
 HEADER_TIMEOUT_S = 15.0  # for the headers of a request
+MAX_HEADER_BYTES = 1 << 16  # of a request line with its headers, of trailers, and of a chunk extension
+MAX_PIPELINED = 16  # requests of a connection that wait for the response to an earlier one
+READ_TIMEOUT_S = 300.0  # for a client to read anything of a response that does not fit into the buffers
 
 
 def is_loopback(host: str) -> bool:
@@ -43,17 +47,46 @@ def bind(host: str, port: int, *, listen: bool = False) -> socket.socket:
 
 
 def limit_headers(config: uvicorn.Config) -> None:
-    """Close connections that do not send the headers of a request in time, even if they send a byte now and then.
+    """Close connections with long or slow headers, with too many pipelined requests, or with unread responses.
 
-    uvicorn itself closes only connections that send nothing after a response (`timeout_keep_alive`).
+    uvicorn itself closes only connections that send nothing after a response (`timeout_keep_alive`). Its parser h11
+    limits the length of headers, its parser httptools does not.
     """
+    config.h11_max_incomplete_event_size = MAX_HEADER_BYTES - 1
     config.load()
     base: Any = config.http_protocol_class
+    is_h11 = not hasattr(base, "on_headers_complete")
 
     class LimitedProtocol(base):
+        header_bytes = 0  # since the connection was made, or since the last body part or end of a request
+
+        def data_received(self, data: bytes) -> None:
+            while data and not self.transport.is_closing():
+                room = MAX_HEADER_BYTES - self.header_bytes
+                part, data = data[:room], data[room:]
+                self.header_bytes += 0 if is_h11 else len(part)
+                super().data_received(part)
+                if self.header_bytes >= MAX_HEADER_BYTES:
+                    self.transport.close()
+
+        # Only httptools calls the next three.
+        def on_headers_complete(self) -> None:
+            self.header_bytes = 0
+            super().on_headers_complete()
+            if len(self.pipeline) > MAX_PIPELINED:
+                self.transport.close()
+
+        def on_body(self, body: bytes) -> None:
+            self.header_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.header_bytes = 0
+            super().on_message_complete()
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.close_unless_begun)
+            self.deadline = self.unread = self.loop.call_later(HEADER_TIMEOUT_S, self.close_unless_begun)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -63,8 +96,25 @@ def limit_headers(config: uvicorn.Config) -> None:
                 self.deadline = self.loop.call_later(wait_s, self.close_unless_begun)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self.deadline.cancel()
+            for timer in (self.deadline, self.unread):
+                timer.cancel()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.abort_unless_read(last_size=sys.maxsize)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self.unread.cancel()
+
+        def abort_unless_read(self, last_size: int) -> None:
+            """The buffer only shrinks while writing is paused. `last_size`: its bytes at the last check."""
+            size = self.transport.get_write_buffer_size()
+            if size >= last_size:
+                self.transport.abort()
+            else:
+                self.unread = self.loop.call_later(READ_TIMEOUT_S, self.abort_unless_read, size)
 
         def close_unless_begun(self) -> None:
             if self.cycle is None or self.cycle.response_complete:
