@@ -10,6 +10,7 @@ import pytest
 
 from assay.engine.base import Failed, Finished, Request, SamplingParams, TokenChunk
 from assay.serve.bridge import Disconnected, EngineBridge, RequestBatches
+from assay.serve.protocol import ApiError
 from assay.types import Completion, Finish
 
 
@@ -101,6 +102,20 @@ def test_a_batch_of_requests_is_added_together_and_in_order(bridge: EngineBridge
         submissions = await asyncio.gather(*submitted)
         assert bridge.port.added == [3] and bridge.port.requests == requests  # type: ignore[attr-defined]
         assert [list(one.indices) for one in submissions] == [[3], [1], [2]]
+
+    asyncio.run(run())
+
+
+def test_a_duplicate_in_a_batch_is_rejected_at_once(bridge: EngineBridge) -> None:
+    async def run() -> None:
+        batches = RequestBatches(bridge, timeout_s=0.05)
+        first = asyncio.ensure_future(batches.submit(request(), "a", 0, 2))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="already waiting") as raised:
+            await batches.submit(request(), "a", 0, 2)
+        assert raised.value.status == 409
+        await asyncio.wait_for(first, timeout=10)
+        assert bridge.port.added == [1]  # type: ignore[attr-defined]
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,10 @@ def test_invalid_requests_are_answered_in_one_line(updatable: RunningServer) -> 
     for path, body in [
         ("generate", {}),
         ("generate", {"seed": 0, "prompt_ids": 5}),
+        ("generate", {"seed": 0, "prompt_ids": pack([1], IDS), "params": {"temperature": 10**400}}),
+        ("generate", {"seed": 0, "prompt_ids": pack([1], IDS), "batch": ["a", 2, 2]}),
+        ("score", {"sequences": [pack([1], IDS)], "temperature": 10**400}),
+        ("weights", {"path": 5_000 * "a"}),
         ("score", {"sequences": [5]}),
         ("score", {"sequences": [pack([10**6], IDS)]}),
         ("score", {"sequences": [pack([1], IDS)], "temperature": 0}),
@@ -94,6 +99,21 @@ def test_invalid_requests_are_answered_in_one_line(updatable: RunningServer) -> 
         answer = httpx.post(f"{updatable.url}/engine/{path}", json=body, timeout=60)
         assert answer.status_code == 400, (path, body)
         assert "\n" not in answer.json()["error"]["message"]
+
+
+def test_duplicates_in_a_batch_are_answered_and_return_their_capacity(updatable: RunningServer) -> None:
+    body = request_to_json(Request(PROMPT, SamplingParams(max_new_tokens=2), seed=0)) | {"batch": ["a", 0, 2]}
+
+    def post(index: int) -> int:
+        batch = {"batch": ["a", index, 2]}
+        return httpx.post(f"{updatable.url}/engine/generate", json=body | batch, timeout=30).status_code
+
+    with ThreadPoolExecutor(3) as threads:
+        duplicates = [threads.submit(post, 0) for _ in range(2)]
+        assert wait(duplicates, return_when=FIRST_COMPLETED).done.pop().result() == 409
+        assert threads.submit(post, 1).result() == 200
+        assert sorted(one.result() for one in duplicates) == [200, 409]
+    assert metric_of(updatable.url, "assay_active_samples") == 0
 
 
 def test_weights_are_replaced_from_a_folder(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from assay.engine.base import Event, Failed, Finished, Request
+from assay.serve.protocol import ApiError
 
 BATCH_S = 5.0  # seconds that a batch of requests waits for its last one
 
@@ -97,17 +98,22 @@ class RequestBatches:
     async def submit(self, request: Request, name: str, index: int, total: int) -> Submission:
         """Wait for all `total` requests of the batch `name`, at most for the time limit, then submit them in order."""
         loop = asyncio.get_running_loop()
-        if name not in self._waiting:
-            self._waiting[name] = {}
-            loop.call_later(self._timeout_s, self._submit, name)
+        batch = self._waiting.setdefault(name, {})
+        if index in batch:
+            message = f"request {index} of the batch '{name[:60]}' is already waiting: use a new name"
+            raise ApiError(409, message, "batch")
+        if not batch:
+            loop.call_later(self._timeout_s, self._submit, name, batch)
         future: asyncio.Future[Submission] = loop.create_future()
-        self._waiting[name][index] = request, future
-        if len(self._waiting[name]) >= total:
-            self._submit(name)
+        batch[index] = request, future
+        if len(batch) >= total:
+            self._submit(name, batch)
         return await future
 
-    def _submit(self, name: str) -> None:
-        batch = self._waiting.pop(name, {})
+    def _submit(self, name: str, batch: dict[int, tuple[Request, asyncio.Future[Submission]]]) -> None:
+        if self._waiting.get(name) is not batch:
+            return  # submitted before the time limit
+        del self._waiting[name]
         waiting = [batch[index] for index in sorted(batch) if not batch[index][1].cancelled()]
         for (_, future), one in zip(waiting, self._bridge.submit_apart([r for r, _ in waiting]), strict=True):
             future.set_result(one)

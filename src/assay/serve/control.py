@@ -28,9 +28,13 @@ class FolderWeights:
     """The weights in the safetensors files of a folder, as a `WeightSource`."""
 
     def __init__(self, folder: str) -> None:
-        self.files = sorted(Path(folder).glob("*.safetensors"))
+        try:
+            self.files = sorted(Path(folder).glob("*.safetensors"))
+        except (OSError, ValueError) as error:  # e.g. a path that is too long
+            raise UserError(f"cannot read the folder of the weights: {describe_error(error)}") from None
         if not self.files:
-            raise UserError(f"there are no safetensors files in {folder}: the server must see the trainer's folder")
+            message = f"there are no safetensors files in {folder[:300]}: the server must see the trainer's folder"
+            raise UserError(message)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         from safetensors import SafetensorError, safe_open

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +119,7 @@ class Fields:
         if value is None:
             return default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
+        if not is_number or not low <= value <= high:
             raise ApiError(400, f"'{name}' must be a number from {low:g} to {high:g}, not {shown(value)}", name)
         return float(value)
 

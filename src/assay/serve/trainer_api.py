@@ -32,8 +32,8 @@ ACTIONS = ("sleep", "wake", "reset_prefix_cache")
 def parse_request(tree: Mapping[str, Any]) -> tuple[Request, Batch | None]:
     """A request, and the batch of requests that it belongs to."""
     batch = Fields(tree).get("batch", list)
-    if batch is not None and [type(one) for one in batch] != [str, int, int]:
-        raise ApiError(400, "'batch' must be a name, an index and a number of requests", "batch")
+    if batch is not None and ([type(one) for one in batch] != [str, int, int] or not 0 <= batch[1] < batch[2]):
+        raise ApiError(400, "'batch' must be a name, an index and a larger number of requests", "batch")
     try:
         return request_from_json(tree), batch
     except WireError as error:

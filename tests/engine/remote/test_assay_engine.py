@@ -173,11 +173,15 @@ def test_weights_of_another_model_are_rejected_by_name(url: str) -> None:
         assert engine.fingerprint() == fingerprint(tiny_model().weights(), torch.float32)
 
 
-def test_stale_weights_of_a_restarted_server_are_noticed(url: str) -> None:
+def test_other_weights_of_a_server_are_noticed(url: str) -> None:
     with connected(url) as engine, connected(url) as other:
         engine.update_weights(tiny_model(), version=5)
         other.update_weights(tiny_model(seed=1), version=0)  # as a server does when it starts
         with pytest.raises(RequestError, match="weights of version 0, not 5: it was restarted"):
+            generate(engine, REQUESTS[:1])
+        engine.update_weights(tiny_model(), version=6)
+        other.update_weights(tiny_model(seed=1), version=7)
+        with pytest.raises(RequestError, match="weights of version 7, but this run has sent only versions up to 6"):
             generate(engine, REQUESTS[:1])
 
 

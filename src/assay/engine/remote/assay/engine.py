@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from assay.config import ServerConfig
-from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Event, Failed, Finished
+from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Event, Failed, Finished, WeightSource
 from assay.engine.remote.assay.servers import LaunchedAssay
 from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
 from assay.engine.remote.base import RemoteEngine, RunningRequest
@@ -64,6 +64,7 @@ class AssayEngine(RemoteEngine):
         self.queued: list[RunningRequest] = []
         self.batches: dict[int, list[Any]] = {}
         self.steps = 0  # running calls of `step`
+        self.newest_version = -1  # of the weights that this engine has sent or is sending
         self.largest_batch = min(opts.max_batch, allowed_connections() // len(urls))  # each has its own connection
         limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
         super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
@@ -208,6 +209,12 @@ class AssayEngine(RemoteEngine):
                 f"{server.url} has sampled with weights of version {completion.oldest_version}, not {version}: it was "
                 "restarted, or another run uses it; resume this run from its last checkpoint"
             )
+        newest = max(one for one, _ in completion.versions)
+        if newest > self.newest_version >= 0:
+            raise ServerStale(
+                f"{server.url} has sampled with weights of version {newest}, but this run has sent only versions up to "
+                f"{self.newest_version}: another run uses it; start a server for each run"
+            )
         return self._completion(
             job,
             completion.token_ids,
@@ -221,6 +228,10 @@ class AssayEngine(RemoteEngine):
         )
 
     # -- the rest
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.newest_version = max(self.newest_version, version)  # servers may use it before all of them have it
+        super().update_weights(source, version)
 
     def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         try:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from assay.types import Completion, Finish
 
 IDS, FLOATS = "<i4", "<f8"
 INTEGERS = {"n", "top_k", "max_new_tokens", "min_new_tokens"}
-MAX_INTEGER = 1 << 31
+MAX_INTEGER = (1 << 31) - 1
+MAX_LONG = (1 << 63) - 1  # of seeds and versions
+ROUNDING = 1e-3  # by which means of probabilities and entropies may be outside their range
 
 
 class WireError(ValueError):
@@ -51,15 +53,28 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 
 def request_from_json(tree: Mapping[str, Any]) -> Request:
-    """The types are checked here, the values by the engine."""
+    """Types and sizes of numbers are checked here, values by the engine."""
     seed, name, stream = tree.get("seed"), tree.get("name", ""), tree.get("stream", False)
-    if type(seed) is not int or not isinstance(name, str) or type(stream) is not bool:
-        raise WireError("'seed' must be an integer, 'name' a text and 'stream' true or false")
+    if not is_integer(seed, -MAX_LONG - 1, MAX_LONG) or not isinstance(name, str) or type(stream) is not bool:
+        raise WireError("'seed' must be an integer of 64 bits, 'name' a text and 'stream' true or false")
     params = tree.get("params", {})
     if not isinstance(params, dict):
         raise WireError("'params' must be an object")
     ids = unpack(tree.get("prompt_ids"), IDS)
     return Request(ids, params_from_json(params), seed, name[:200], stream=stream)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_integer(value: Any, low: int = 0, high: int = MAX_INTEGER) -> TypeGuard[int]:
+    return type(value) is int and low <= value <= high
+
+
+def is_number(value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> bool:
+    """Whether a value is a finite number in a range. Integers of JSON may be too large for a float."""
+    return type(value) in (int, float) and low <= value <= high
 
 
 def params_from_json(tree: Mapping[str, Any]) -> SamplingParams:
@@ -69,15 +84,15 @@ def params_from_json(tree: Mapping[str, Any]) -> SamplingParams:
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name in ("stop_token_ids", "forbidden_token_ids", "stop"):
-            kind = str if name == "stop" else int
-            if not isinstance(value, list) or not all(type(one) is kind for one in value):
-                raise WireError(f"'{name}' must be a list of {'texts' if kind is str else 'token ids'}")
+            valid = is_text if name == "stop" else is_integer
+            if not isinstance(value, list) or not all(map(valid, value)):
+                raise WireError(f"'{name}' must be a list of {'texts' if name == 'stop' else 'token ids'}")
             values[name] = tuple(value)
         elif name in INTEGERS:
-            if type(value) is not int or abs(value) > MAX_INTEGER:
+            if not is_integer(value, -MAX_INTEGER):
                 raise WireError(f"'{name}' must be an integer")
             values[name] = value
-        elif type(value) not in (int, float) or not math.isfinite(value):
+        elif not is_number(value):
             raise WireError(f"'{name}' must be a number")
         else:
             values[name] = float(value)
@@ -105,27 +120,39 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def event_from_json(tree: Any, request_id: int) -> Event:
-    try:
-        if "error" in tree:
-            return Failed(request_id, str(tree["error"]))
-        sample, ids, logprobs = int(tree["sample"]), unpack(tree["ids"], IDS), unpack(tree["logprobs"], FLOATS)
-        if len(ids) != len(logprobs):
-            raise WireError("there are not as many log-probabilities as tokens")
-        if "finish" not in tree:
-            return TokenChunk(request_id, sample, ids, logprobs)
-        sampling = tree["sampling_logprobs"]
-        completion = Completion(
-            ids,
-            logprobs,
-            list(logprobs) if sampling is None else unpack(sampling, FLOATS),
-            Finish(tree["finish"]),
-            int(tree["version"]),
-            tree["kept_mass"],
-            tree["entropy"],
-            version_spans=tuple((int(version), int(count)) for version, count in tree["version_spans"]),
-        )
-        return Finished(request_id, sample, completion)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, WireError):
-            raise
-        raise WireError(f"an event is damaged ({type(error).__name__}: {error})") from None
+    if not isinstance(tree, dict):
+        raise WireError("an event is not an object")
+    if "error" in tree:
+        return Failed(request_id, str(tree["error"]))
+    sample, ids, logprobs = tree.get("sample"), unpack(tree.get("ids"), IDS), unpack(tree.get("logprobs"), FLOATS)
+    if not is_integer(sample):
+        raise WireError("the index of a sample is not an integer")
+    if len(ids) != len(logprobs):
+        raise WireError("there are not as many log-probabilities as tokens")
+    if "finish" not in tree:
+        return TokenChunk(request_id, sample, ids, logprobs)
+    return Finished(request_id, sample, completion_from_json(tree, ids, logprobs))
+
+
+def completion_from_json(tree: Mapping[str, Any], ids: list[int], logprobs: list[float]) -> Completion:
+    finish, version, spans = tree["finish"], tree.get("version"), tree.get("version_spans")
+    mass, entropy, sampling = tree.get("kept_mass"), tree.get("entropy"), tree.get("sampling_logprobs")
+    if finish not in list(Finish):
+        raise WireError("the reason for the end of a completion is unknown")
+    if not is_integer(version, high=MAX_LONG) or not are_spans(spans, version, len(ids)):
+        raise WireError("the versions of the weights are not integers that fit to the tokens")
+    if mass is not None and not is_number(mass, -ROUNDING, 1 + ROUNDING):
+        raise WireError("'kept_mass' is not a probability")
+    if entropy is not None and not is_number(entropy, -ROUNDING):
+        raise WireError("'entropy' is not a number of at least 0")
+    sampling = list(logprobs) if sampling is None else unpack(sampling, FLOATS)
+    joined = tuple((one, count) for one, count in spans)
+    return Completion(ids, logprobs, sampling, Finish(finish), version, mass, entropy, version_spans=joined)
+
+
+def are_spans(spans: Any, version: int, tokens: int) -> TypeGuard[list[list[int]]]:
+    """Whether a value is empty, or pairs of version and number of tokens that begin with `version`."""
+    if not isinstance(spans, list) or not all(isinstance(one, list) and len(one) == 2 for one in spans):
+        return False
+    valid = all(is_integer(one, high=MAX_LONG) and is_integer(count, 1) for one, count in spans)
+    return valid and (not spans or (spans[0][0] == version and sum(count for _, count in spans) == tokens))
