@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,16 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
+
+
+def is_same_origin(headers: Mapping[str, str], scheme: str = "http") -> bool:
+    """Whether a request is not caused by a web page of another origin. Other ports of this machine are other origins.
+
+    Browsers report this in the headers. Clients that are not browsers send neither header.
+    """
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return False
+    return headers.get("origin") in (None, f"{scheme}://{headers.get('host')}")
 
 
 def bind(host: str, port: int, *, listen: bool = False) -> socket.socket:

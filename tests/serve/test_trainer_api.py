@@ -131,6 +131,14 @@ def test_weights_are_replaced_from_a_folder(tmp_path: Path) -> None:
         assert event.completion.token_ids == expected.token_ids and event.completion.version == 3
 
 
+def test_web_pages_of_other_origins_cannot_change_the_engine(updatable: RunningServer) -> None:
+    foreign = [{"Origin": "http://evil.example"}, {"Origin": "http://127.0.0.1:1"}, {"Sec-Fetch-Site": "cross-site"}]
+    with httpx.Client(base_url=updatable.url, timeout=60) as client:
+        for name in ("sleep", "wake", "reset_prefix_cache", "weights"):
+            for headers in (*foreign, {"Origin": "null", "Content-Type": "text/plain"}):
+                assert client.post(f"/engine/{name}", headers=headers).status_code == 403
+
+
 def test_actions_are_answered(updatable: RunningServer) -> None:
     for name in ("reset_prefix_cache", "sleep", "wake"):
         answer = httpx.post(f"{updatable.url}/engine/{name}", timeout=60)

@@ -140,6 +140,7 @@ def test_every_response_has_the_security_headers(client: TestClient, runs: Path,
     "path",
     [
         *("/static/", "/static", "/static/../app.py", "/static/..%2fapp.py", "/static/%2e%2e/app.py"),
+        f"/static/{5_000 * 'a'}.js",
         *("/static//etc/passwd", "/static/%2fetc%2fpasswd", "/static/index.html%00", "/static/.", "/etc/passwd"),
         *("/api/runs/..%2f..%2fsecret.txt", "/api/runs/%2e%2e", "/api/runs/one%2f..%2f..", "/api/runs/one%00"),
         *("/api/runs/%2fetc", "/api/runs/one/secret.txt", "/api/runs/one/config.toml", "/api/runs/", "/api"),
@@ -234,7 +235,7 @@ def test_bad_parameters_of_lists(client: TestClient, path: str) -> None:
         *("rollouts?source=nope", "rollouts/train/1/99", "rollouts/train/99/0", "rollouts/train/x/0", "groups/1/9"),
         *("rollouts/train/-1/0", "rollouts/..%2f..%2fetc/1/0", "rollouts/%2e%2e/1/0", "rollouts/%00/1/0"),
         *("rollouts/..%5c..%5cetc/1/0", "groups/1/0?source=..%2f..%2fsecret", "compare?a=..%2f..%2fx&b=nope"),
-        *("rollouts/train/1/0/", "nothing", "rollouts/train"),
+        *("rollouts/train/1/0/", "nothing", "rollouts/train", f"groups/{5_000 * '9'}/0"),
     ],
 )
 def test_things_that_do_not_exist(full: TestClient, path: str) -> None:

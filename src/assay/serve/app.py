@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from assay.engine.base import Failed, Finished
+from assay.listen import is_same_origin
 from assay.serve import metrics as names
 from assay.serve.bridge import Disconnected, Submission
 from assay.serve.metrics import CLOSED
@@ -31,7 +33,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Gate:
-    """Checks keys and host names, and counts responses; wraps the application."""
+    """Checks keys, host names and origins, and counts responses; wraps the application."""
 
     def __init__(self, app: Any, service: HttpService) -> None:
         self.app, self.service = app, service
@@ -57,22 +59,24 @@ class Gate:
             self.service.metrics.count_request(endpoint_of(scope["path"]), CLOSED if closed else status)
 
     def _refusal(self, scope: Any) -> ApiError | None:
-        headers = dict(scope["headers"])
+        headers = Headers(scope=scope)
         access = self.service.access
         if access.api_key:
             if scope["path"] == "/health":
                 return None
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + access.api_key.encode()):
+            given = headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode("latin-1"), b"Bearer " + access.api_key.encode()):
                 return ApiError(
                     401, "wrong or missing API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
                 )
         elif access.local_only:
-            # A web page can make a browser send requests here under a host name of its own.
-            host = headers.get(b"host", b"").decode("latin-1")
+            # A web page can make a browser send requests here, also under a host name of its own.
+            host = headers.get("host", "")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if name.lower() not in LOCAL_NAMES:
                 return ApiError(403, f"the host '{host[:100]}' is not this server: use http://127.0.0.1")
+            if not is_same_origin(headers):
+                return ApiError(403, "requests of web pages need an API key: start the server with --api-key-env NAME")
         return None
 
 

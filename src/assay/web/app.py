@@ -29,7 +29,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from assay.listen import limit_headers
+from assay.listen import is_same_origin, limit_headers
 from assay.types import describe_error
 from assay.web.activity import activity
 from assay.web.compare import SHOWN
@@ -46,7 +46,6 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-STATIC_NAME = re.compile(r"[a-z0-9_-]+\.[a-z]+")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -93,7 +92,7 @@ class Guard:
             return refused(request, "Only GET and HEAD are supported.", 405, {"Allow": "GET, HEAD"})
         if not self.is_own_host(request.headers.get("host", "")):
             return refused(request, "This host name is not accepted: use localhost or 127.0.0.1.", 403)
-        if not is_same_origin(request):
+        if not is_same_origin(request.headers, request.url.scheme):
             return refused(request, FOREIGN, 403)
         if not self.is_authorized(request):
             return refused(request, NO_TOKEN, 403)
@@ -131,14 +130,6 @@ def host_name(header: str) -> str | None:
     return (match[1] or match[2]).lower() if match else None
 
 
-def is_same_origin(request: Request) -> bool:
-    """Whether this page, or the user, has caused the request. Other ports of this machine are other origins."""
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return False
-    origin = request.headers.get("origin")
-    return origin is None or origin == f"{request.url.scheme}://{request.headers.get('host')}"
-
-
 def refused(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
     if request.url.path.startswith("/api/"):
         return answer({"error": message}, status)
@@ -151,6 +142,12 @@ def answer(content: Any, status: int = 200) -> Response:
     except (TypeError, ValueError):  # only then convert it: that is slow for long lists
         text = json.dumps(plain(content), allow_nan=False)
     return Response(text, status, media_type="application/json")
+
+
+def parse_integer(name: str, value: str, status: int = 400) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,15}", value):
+        raise ViewError(f"{name} must be an integer", status)
+    return int(value)
 
 
 class Query:
@@ -177,11 +174,7 @@ class Query:
 
     def integer(self, name: str, default: int | None = None) -> int | None:
         value = self.text(name)
-        if not value:
-            return default
-        if not re.fullmatch(r"-?\d{1,15}", value):
-            raise ViewError(f"{name} must be an integer", 400)
-        return int(value)
+        return parse_integer(name, value) if value else default
 
     def count(self, name: str, default: int, limit: int) -> int:
         value = self.integer(name, default)
@@ -229,6 +222,10 @@ def wanted_list(query: Query, source: str) -> tuple[RolloutFilter, str, bool]:
     return wanted, query.choice("sort", SORTS), query.choice("order", ("asc", "desc")) == "desc"
 
 
+def path_integers(request: Request, *names: str) -> tuple[int, ...]:
+    return tuple(parse_integer(name, request.path_params[name], status=404) for name in names)
+
+
 class Endpoints:
     """The requests of the page, by path."""
 
@@ -243,9 +240,9 @@ class Endpoints:
             "/api/runs/{run}/metrics": self.metrics,
             "/api/runs/{run}/prompts": self.prompts,
             "/api/runs/{run}/rollouts": self.rollouts,
-            "/api/runs/{run}/rollouts/{source}/{step:int}/{index:int}": self.rollout,
-            "/api/runs/{run}/neighbors/{source}/{step:int}/{index:int}": self.neighbors,
-            "/api/runs/{run}/groups/{step:int}/{group:int}": self.group,
+            "/api/runs/{run}/rollouts/{source}/{step}/{index}": self.rollout,
+            "/api/runs/{run}/neighbors/{source}/{step}/{index}": self.neighbors,
+            "/api/runs/{run}/groups/{step}/{group}": self.group,
             "/api/runs/{run}/compare": self.compare,
         }
 
@@ -274,15 +271,15 @@ class Endpoints:
         return self.view(request).rollouts(*wanted_list(query, TRAIN), *query.page())
 
     def neighbors(self, request: Request) -> Any:
-        source, step, index = (request.path_params[name] for name in ("source", "step", "index"))
+        source = request.path_params["source"]
+        step, index = path_integers(request, "step", "index")
         return self.view(request).neighbors((source, step, index), *wanted_list(Query(request), source))
 
     def rollout(self, request: Request) -> Any:
-        return self.view(request).rollout(*(request.path_params[name] for name in ("source", "step", "index")))
+        return self.view(request).rollout(request.path_params["source"], *path_integers(request, "step", "index"))
 
     def group(self, request: Request) -> Any:
-        source = Query(request).text("source", TRAIN)
-        return self.view(request).group(source, *(request.path_params[name] for name in ("step", "group")))
+        return self.view(request).group(Query(request).text("source", TRAIN), *path_integers(request, "step", "group"))
 
     def compare(self, request: Request) -> Any:
         query = Query(request)
@@ -325,9 +322,9 @@ def answering(endpoint: Callable[[Request], Any]) -> Callable[[Request], Respons
 
 
 def static_file(name: str) -> Response:
-    """A file of the page. Only names of files that exist there, no folders."""
-    path = STATIC / name
-    if not STATIC_NAME.fullmatch(name) or path.suffix not in TYPES or not path.is_file():
+    """A file of the page."""
+    path = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in TYPES), None)
+    if path is None:
         return Response("There is no such file.\n", 404, media_type="text/plain")
     return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
