@@ -19,11 +19,12 @@ ALLOWED: dict[str, set[str]] = {
     "mesh": {"types"},
     "endpoint": {"types", "config"},
     "listen": {"types"},
+    "memory": {"types"},
     "text": {"types", "config", "process"},
     "rewards": {"types", "config", "process", "endpoint"},
-    "tasks": {"types", "config", "rewards"},
+    "tasks": {"types", "config", "memory", "rewards"},
     "envs": {"types", "config", "process", "endpoint", "text", "rewards", "tasks"},
-    "models": {"types", "config", "mesh"},
+    "models": {"types", "config", "mesh", "memory"},
     "algos": {"types", "config", "mesh"},
     "engine": {"types", "config", "process", "mesh", "endpoint", "models"},
     "rollout": {"types", "config", "process", "mesh", "text", "rewards", "tasks", "envs", "engine"},
@@ -31,13 +32,26 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"types", "config"},
     "train": {
         *("types", "config", "process", "mesh", "text", "rewards", "tasks", "envs", "models", "algos", "engine"),
-        *("rollout", "evals", "runs"),
+        *("rollout", "evals", "runs", "memory"),
     },
 }
 ALLOWED["serve"] = {"types", "config", "process", "listen", "text", "rewards", "engine", "runs"}
 ALLOWED["web"] = {"types", "listen", "text", "evals", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
-NO_TORCH = ("types", "config", "process", "endpoint", "listen", "rewards", "tasks", "envs", "text", "runs", "web")
+NO_TORCH = (
+    "types",
+    "config",
+    "process",
+    "endpoint",
+    "listen",
+    "memory",
+    "rewards",
+    "tasks",
+    "envs",
+    "text",
+    "runs",
+    "web",
+)
 
 
 def package_of(file: Path) -> str:

@@ -5,6 +5,7 @@ from decimal import Decimal
 
 import pytest
 
+from assay import memory
 from assay.tasks import make_task
 from assay.tasks.parquet import read_parquet
 from assay.tasks.sources import read_jsonl, read_rows
@@ -119,6 +120,31 @@ def test_dates_decimals_and_binary_values(tmp_path):
     (values,) = read_parquet(write(tmp_path / "p.parquet", [{**row, "inner": {"image": b"\xff", "x": [1, 2]}}]))
     assert values == {"day": "2025-01-02", "price": "1.50", "note": "text", "n": None, "inner": {"x": [1, 2]}}
     json.dumps(values)
+
+
+def test_values_that_json_lacks_become_text_or_a_user_error(tmp_path):
+    row = {"span": datetime.timedelta(seconds=90), "images": [b"\xff"]}
+    json.dumps(read_parquet(write(tmp_path / "p.parquet", [row])))
+    pq.write_table(pa.table({"day": pa.array([2**62], pa.timestamp("us"))}), tmp_path / "far.parquet")
+    with pytest.raises(UserError, match="date value out of range"):
+        read_parquet(tmp_path / "far.parquet")
+
+
+def test_a_text_that_a_small_file_repeats_takes_memory_once_per_batch(tmp_path):
+    indices = pa.array([0, 1, None] * 1000, pa.int32())
+    column = pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 2**20, "short"]))
+    pq.write_table(pa.table({"question": column}), tmp_path / "p.parquet", store_schema=False)
+    rows = read_parquet(tmp_path / "p.parquet")
+    assert [row["question"] for row in rows[:3]] == ["x" * 2**20, "short", None] and len(rows) == 3000
+    assert len({id(row["question"]) for row in rows if row["question"]}) <= 2 * 3
+
+
+def test_more_rows_than_memory_are_a_user_error_before_they_are_read(tmp_path, monkeypatch):
+    column = pa.DictionaryArray.from_arrays(pa.array(bytes(10**6), pa.int8()), pa.array(["x"]))
+    pq.write_table(pa.table({"question": column}), tmp_path / "p.parquet", store_schema=False)
+    monkeypatch.setattr(memory, "free_main_memory", lambda: 2**29)
+    with pytest.raises(UserError, match=r"does not fit into memory .*1,000,000 rows"):
+        read_parquet(tmp_path / "p.parquet")
 
 
 def test_damaged_empty_and_missing_files(tmp_path):

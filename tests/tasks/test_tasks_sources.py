@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
 
 import pytest
 
-from assay.tasks import make_task
-from assay.tasks.sources import load_hub
+from assay import memory
+from assay.tasks import make_task, sources
+from assay.tasks.sources import load_hub, read_jsonl, read_lines
 from assay.types import UserError
 
 
@@ -73,6 +76,32 @@ def test_unusual_unicode_is_preserved(tmp_path):
     assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")[0].question == "a\u2028b"
 
 
+def test_byte_order_marks_are_skipped_and_other_encodings_are_user_errors(tmp_path):
+    path, line = tmp_path / "a.jsonl", '{"question": "x", "answer": 1}\r\n'
+    path.write_text(line, encoding="utf-8-sig")
+    assert make_task("jsonl", str(path)).prompts("all")[0].question == "x"
+    path.write_bytes(gzip.compress(line.encode()))
+    with pytest.raises(UserError, match=r"is not UTF-8 text .*: decompress it"):
+        make_task("jsonl", str(path)).prompts("all")
+
+
+def test_jsonl_is_read_line_by_line_while_memory_is_free(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        file.writelines(json.dumps({"question": "x" * 2**20, "answer": n}) + "\n" for n in range(40))
+    tracemalloc.start()
+    for _ in read_lines(path):
+        pass
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+    monkeypatch.setattr(memory, "free_main_memory", lambda: 2**20)
+    with pytest.raises(UserError, match="does not fit into memory"):
+        read_jsonl(path)
+    monkeypatch.setattr(sources, "MAX_LINE", 2**20)
+    with pytest.raises(UserError, match=r"a.jsonl:1 is longer than 1 MiB"):
+        read_jsonl(path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -83,6 +112,9 @@ def test_unusual_unicode_is_preserved(tmp_path):
         ('{"text": "x", "answer": 1}', r'has no column "messages" or "question".*it has "text", "answer"'),
         ('{"messages": [{"role": "user"}], "answer": 1}', 'each message needs a "role" and a "content"'),
         ('{"messages": 7, "answer": 1}', '"messages" must be a list'),
+        ('{"question": "x", "answer": NaN}', "must be text or a number, not nan"),
+        ('{"question": "x", "answer": 1e400}', "must be text or a number, not inf"),
+        ('{"question": "x", "answer": ' + "9" * 5000 + "}", "too many digits"),
     ],
 )
 def test_invalid_files_are_user_errors(tmp_path, content, message):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_run import SmallRuns, mostly_slow
 
-from assay.models.device import host_memory_use
+from assay.memory import host_memory_use
 from assay.runs import Run
 from assay.runs.diagnose import Diagnosis, diagnose_run
 

@@ -108,12 +108,7 @@ def run(args: argparse.Namespace) -> int:
     load_settings(ScoreConfig, None, parse_overrides(args.overrides))  # report unknown options
     judge = shaped(first_judge(args, task), args)
     other = second_judge(args, task)
-    try:
-        rows = read_rows(source)
-    except UserError:
-        raise
-    except ValueError as error:  # e.g. an integer with more digits than Python will read
-        raise UserError(f"{source} cannot be read: {error}") from None
+    rows = read_rows(source)
     items = [as_item(from_rollout(row), task, optional_gold=args.reward == MODEL_JUDGE) for row in rows]
     verdicts = judge_all(judge, items, args, "judging")
     check_verdicts(verdicts)
@@ -184,6 +179,8 @@ def as_item(row: DataRow, task: Task | None, optional_gold: bool = False) -> Ite
 
 
 def gold_answer(row: DataRow, task: Task | None) -> str:
+    from assay.tasks.sources import is_text_or_number
+
     values: Mapping[str, Any] = row.values
     stated = values.get("gold", values.get("answer"))
     if task is not None and task.judge_kind == "countdown":
@@ -195,8 +192,9 @@ def gold_answer(row: DataRow, task: Task | None) -> str:
         if values.get("tests") is None:
             raise UserError(f"{row.where}: the field 'tests' is missing; a row of the task code needs tests")
         return ""
-    if isinstance(stated, bool) or not isinstance(stated, str | int | float | None):
-        raise UserError(f"{row.where}: the gold answer must be a string or a number, not {type(stated).__name__}")
+    if isinstance(stated, bool) or not (stated is None or is_text_or_number(stated)):
+        kind = stated if isinstance(stated, float) else type(stated).__name__
+        raise UserError(f"{row.where}: the gold answer must be a string or a number, not {kind}")
     if stated is None and (task is None or task.name != "math" or "solution" not in values):
         raise UserError(f"{row.where}: the row has neither 'gold' nor 'answer'")
     if task is None or (task.name == "gsm8k" and "####" not in str(stated)):

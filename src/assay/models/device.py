@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from itertools import accumulate, product
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from assay.memory import free_main_memory
 from assay.types import UserError, plural
 
 DTYPES = {
@@ -105,55 +104,7 @@ def free_memory(device: torch.device) -> int | None:
     """Free memory of the device in bytes; None if unknown. Main memory: at most what a container or job may use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return min((*available, *cgroup_memory()), default=None)
-
-
-# Limit, usage, and the key of reclaimable file cache in memory.stat, of cgroups version 2 and 1.
-CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
-CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def cgroup_memory(root: Path = Path("/")) -> list[int]:
-    """Bytes that each cgroup of this process with a memory limit has left. `root`: of the file system."""
-    return [left for left, _ in cgroup_limits(root)]
-
-
-def cgroup_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Bytes left and the limit of each cgroup of this process with a memory limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    limits: list[tuple[int, int]] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mounts, names = (("memory",), CGROUP_V1) if controllers else (("", "unified"), CGROUP_V2)
-        # In a container, the path may be that of the host; the container's own cgroup is then the mounted one.
-        parents = [
-            *accumulate((part for part in path.split("/") if part not in ("", "..")), "{}/{}".format, initial="")
-        ]
-        for mount, parent in product(mounts, parents):
-            limits += cgroup_left(root / "sys/fs/cgroup" / mount / parent.lstrip("/"), *names)
-    return limits
-
-
-def cgroup_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[tuple[int, int]]:
-    """The bytes that are left in one cgroup, and its limit; empty if it does not exist or has no limit."""
-    try:
-        most, used = ((folder / name).read_text().strip() for name in (limit, usage))
-        if not most.isdecimal():  # "max"
-            return []
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return []
-    return [(max(int(most) - int(used) + int(stat.get(reclaimable, 0)), 0), int(most))]
+    return free_main_memory()
 
 
 def gpu_memory_use(device: torch.device) -> float | None:
@@ -166,20 +117,6 @@ def gpu_memory_use(device: torch.device) -> float | None:
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return (max(others, 0) + torch.cuda.max_memory_allocated(device)) / total
-
-
-def host_memory_use(root: Path = Path("/")) -> float | None:
-    """Fraction of main memory in use, of the machine or of this process's container if that is fuller; None if unknown.
-
-    File cache that can be dropped counts as free.
-    """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
-    pairs = [(sizes["MemAvailable"] * 1024, sizes["MemTotal"] * 1024)] if "MemAvailable" in sizes else []
-    return max((1 - left / limit for left, limit in (*pairs, *cgroup_limits(root)) if limit), default=None)
 
 
 def uses_triton(device: torch.device) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from assay.memory import check_data_fits
 from assay.types import UserError, missing_extra, plural
 
 SUFFIX = ".parquet"
+TEXT_TYPES = ("string", "large_string", "binary", "large_binary")
+ROW_BYTES, VALUE_BYTES = 300, 8  # memory of a row and its origin, and of each value: at least
+BATCH_ROWS, BATCH_BYTES = 1_000, 64 * 2**20  # decoded at a time: at most
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 
 
@@ -30,13 +33,55 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path} is a folder, not a file")
     if not path.exists():
         raise UserError(f"there is no file {path}")
+    rows: list[dict[str, Any]] = []
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            rows = file.read().to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        # A dictionary has equal texts only once. So a small file with one long text in each row stays small.
+        texts = [field.name for field in pyarrow.parquet.read_schema(path) if str(field.type) in TEXT_TYPES]
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
+            check_data_fits(path, file.metadata.num_rows, least_memory(file.metadata))
+            for batch in file.iter_batches(batch_rows(file.metadata)):
+                rows += batch_values(batch)
+                check_data_fits(path, len(rows))
+    except MemoryError:
+        raise UserError(f"{path} does not fit into memory: use fewer rows or more memory") from None
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"{path} is not a readable Parquet file: {reason}") from None
-    return [{name: plain_value(value) for name, value in row.items() if not _is_binary(value)} for row in rows]
+    return rows
+
+
+def least_memory(metadata: Any) -> int:
+    """Bytes that the rows of a file need at least, as its footer says."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    values = sum(group.column(number).num_values for group in groups for number in range(group.num_columns))
+    return ROW_BYTES * metadata.num_rows + VALUE_BYTES * values
+
+
+def batch_rows(metadata: Any) -> int:
+    """Number of rows to decode at a time."""
+    size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    return min(max(BATCH_BYTES * metadata.num_rows // max(size, 1), 1), BATCH_ROWS)
+
+
+def batch_values(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch; equal texts of a column are the same object."""
+    names = batch.schema.names
+    rows = zip(*map(column_values, batch.columns), strict=True)
+    return [
+        {name: value for name, value in zip(names, row, strict=True) if not isinstance(value, bytes)} for row in rows
+    ]
+
+
+def column_values(column: Any) -> list[Any]:
+    """Return the plain values of a column; binary values stay bytes."""
+    if not hasattr(column, "dictionary"):
+        return [value if _is_binary(value) else plain_value(value) for value in column.to_pylist()]
+    used = column.indices.unique().drop_null()
+    values = (value if _is_binary(value) else plain_value(value) for value in column.dictionary.take(used).to_pylist())
+    by_index = dict(zip(used.to_pylist(), values, strict=True))
+    return [by_index.get(index) for index in column.indices.to_pylist()]
 
 
 def shards_of(folder: Path, stems: Sequence[str]) -> list[Path]:
@@ -75,7 +120,7 @@ def _complete(shards: Sequence[Path], stem: str) -> list[Path]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value that JSON can express: dates and decimal numbers become text."""
+    """Return a value that JSON can express: dates, decimal numbers and the like become text."""
     if isinstance(value, Mapping):
         return {str(name): plain_value(one) for name, one in value.items() if not _is_binary(one)}
     if isinstance(value, list | tuple):
@@ -84,7 +129,7 @@ def plain_value(value: Any) -> Any:
         return value.decode("utf-8", "replace")
     if isinstance(value, datetime | date | time):
         return value.isoformat()
-    return str(value) if isinstance(value, Decimal) else value
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _is_binary(value: Any) -> bool:

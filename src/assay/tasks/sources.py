@@ -6,16 +6,21 @@ RowTask makes one prompt per row, and holds out splits by a seeded shuffle where
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from assay.memory import check_data_fits
 from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
 from assay.tasks.parquet import is_parquet, read_parquet, shards_of
 from assay.types import Message, Prompt, UserError, missing_extra, plural
+
+MAX_LINE = 256 * 2**20  # characters of one row
+CHECKED = 32 * 2**20  # characters between two checks of the free memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +42,15 @@ class DataRow:
     def text(self, *names: str) -> str:
         """Return a column as text; a list or an object is a UserError."""
         value = self.column(*names)
-        if not isinstance(value, str | int | float):
-            columns = listed(names, " or ")
-            raise UserError(f"{self.where}: the column {columns} must be text or a number, not {type(value).__name__}")
+        if not is_text_or_number(value):
+            columns, kind = listed(names, " or "), value if isinstance(value, float) else type(value).__name__
+            raise UserError(f"{self.where}: the column {columns} must be text or a number, not {kind}")
         return str(value)
+
+
+def is_text_or_number(value: Any) -> bool:
+    """Whether a value can be an answer; NaN and infinity stand for missing values."""
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def column_of(values: Mapping[str, Any], name: str) -> Any:
@@ -66,25 +76,46 @@ def listed(names: Iterable[str], separator: str = ", ") -> str:
     return separator.join(f'"{name}"' for name in names) or "none"
 
 
-def read_text(path: Path) -> str:
-    if path.is_dir():
-        raise UserError(f"{path} is a folder, not a file")
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Read the lines of a text file one after the other, with their numbers."""
+    number, unchecked = 0, 0
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8-sig") as file:
+            while line := file.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE:
+                    raise UserError(f"{path}:{number} is longer than {MAX_LINE >> 20} MiB: write one row per line")
+                unchecked += len(line)
+                if unchecked > CHECKED:
+                    check_data_fits(path, number)
+                    unchecked = 0
+                yield number, line
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, not a file") from None
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path} is not UTF-8 text (near line {number + 1}): decompress it, or convert it to UTF-8"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that is one JSON object."""
+    return parse_object("".join(line for _, line in read_lines(path)), str(path))
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise UserError(f"{where} is not valid JSON: {reason}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise UserError(f"{where} is not valid JSON: nested too deeply") from None
+    except ValueError:
+        raise UserError(f"{where} has an integer of too many digits: write it as a string") from None
     if not isinstance(values, dict):
         raise UserError(f"{where} must be a JSON object, not {type(values).__name__}")
     return values
@@ -94,8 +125,7 @@ def read_jsonl(path: str | Path) -> list[DataRow]:
     """Read the rows of a JSONL file; blank lines are skipped, a file without rows is a UserError."""
     path = Path(path)
     rows: list[DataRow] = []
-    # Not splitlines(): it would also split at U+2028 and the like, which JSON strings may contain.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in read_lines(path):
         if line.strip():
             where = f"{path}:{number}"
             rows.append(DataRow(parse_object(line, where), where, str(len(rows))))
@@ -182,7 +212,7 @@ def _read_tree(folder: Path) -> list[DataRow]:
     if not files:
         raise UserError(f"{folder} has no .json files")
     keys = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
-    return [DataRow(parse_object(read_text(f), str(f)), str(f), key) for f, key in zip(files, keys, strict=True)]
+    return [DataRow(read_object(f), str(f), key) for f, key in zip(files, keys, strict=True)]
 
 
 def hub_source(parts: Mapping[str, tuple[str, Sequence[str | None], str]]) -> Source:
@@ -232,7 +262,7 @@ def manifest_of(path: str | None) -> dict[str, Any]:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if not (folder / MANIFEST).is_file():
         return {}
-    manifest = parse_object(read_text(folder / MANIFEST), str(folder / MANIFEST))
+    manifest = read_object(folder / MANIFEST)
     prepared = folder == Path(path) or Path(path).name in manifest.get("files", {})
     return manifest if prepared else {}
 

@@ -15,8 +15,9 @@ import torch
 from assay.algos import Algorithm
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
+from assay.memory import host_memory_use
 from assay.mesh import Mesh
-from assay.models.device import gpu_memory_use, host_memory_use
+from assay.models.device import gpu_memory_use
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.curves import Tracker, make_trackers
