@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,15 +24,39 @@ def test_a_reply_is_found_by_its_request(tmp_path: Path) -> None:
     assert cache.get(REQUEST | {"messages": [{"role": "user", "content": "hello "}]}) is None
 
 
-@pytest.mark.parametrize("content", [b"", b'{"text": "cut', b"[1]", b"\xff\xfe"])
-def test_a_damaged_file_counts_as_missing_and_is_replaced(tmp_path: Path, content: bytes) -> None:
-    cache = ReplyCache(tmp_path)
+@pytest.mark.parametrize("content", [b"", b'{"text": "cut', b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"text": 5}'])
+def test_a_damaged_file_counts_as_missing_with_one_warning_and_is_replaced(tmp_path: Path, content: bytes) -> None:
+    cache = ReplyCache(tmp_path, lambda reply: isinstance(reply["text"], str))
     cache.put(REQUEST, {"text": "a"})
     (file,) = tmp_path.rglob("*.json")
     file.write_bytes(content)
-    assert cache.get(REQUEST) is None
+    with pytest.warns(UserWarning, match=r"judge.cache: .* is not a reply") as warned:
+        assert cache.get(REQUEST) is None and cache.get(REQUEST) is None
+    assert len(warned) == 1
     cache.put(REQUEST, {"text": "b"})
     assert cache.get(REQUEST) == {"text": "b"}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda file: os.symlink("/dev/zero", file)])
+def test_pipes_folders_and_links_are_not_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    cache = ReplyCache(tmp_path)
+    cache.put(REQUEST, {"text": "a"})
+    (file,) = tmp_path.rglob("*.json")
+    file.unlink()
+    make(file)
+    with pytest.warns(UserWarning, match=r"judge.cache"):
+        assert cache.get(REQUEST) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change the owner of a file")
+def test_replies_of_other_users_count_only_where_not_everyone_may_write(tmp_path: Path) -> None:
+    ReplyCache(tmp_path).put(REQUEST, {"text": "a"})
+    (file,) = tmp_path.rglob("*.json")
+    os.chown(file, 12345, -1)
+    assert ReplyCache(tmp_path).get(REQUEST) == {"text": "a"}  # a folder that a team shares
+    tmp_path.chmod(0o1777)
+    with pytest.warns(UserWarning, match="another user"):
+        assert ReplyCache(tmp_path).get(REQUEST) is None
 
 
 def write_often(folder: Path, number: int) -> None:
@@ -67,5 +93,7 @@ def test_a_reply_that_cannot_be_stored_is_no_error(tmp_path: Path) -> None:
     file.unlink()
     folder.rmdir()
     folder.write_text("")  # a file where the folder should be
-    cache.put(REQUEST, {"text": "a"})
-    assert cache.get(REQUEST) is None
+    with pytest.warns(UserWarning, match=r"judge.cache: cannot write") as warned:
+        cache.put(REQUEST, {"text": "a"})
+        assert cache.get(REQUEST) is None
+    assert len(warned) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -214,6 +215,21 @@ def test_replies_are_read_from_the_cache(tmp_path: Path) -> None:
         with ModelJudge(judge.cfg.model_copy(update={"model": "n"})) as other:
             judge_text(other, "a")
         assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[["4", {"4": "x", "2": -1}]], [["4", {"4": math.nan, "2": -1}]], [["4", {"4": -(10**400), "2": 0}]], [["4"]], [5]],
+)
+def test_a_cached_reply_of_another_form_is_requested_again(tmp_path: Path, tokens: list[object]) -> None:
+    answer = choice(("4", {"4": 0.5, "2": 0.5}))
+    with judging(answer, cache=str(tmp_path)) as (server, judge):
+        first = judge_text(judge, "a")
+        (file,) = tmp_path.rglob("*.json")
+        file.write_text(json.dumps({"text": "4", "tokens": tokens}))
+        with pytest.warns(UserWarning, match="another form"):
+            assert judge_text(judge, "a") == first
+        assert len(server.requests) == 2
 
 
 def test_failures_are_not_cached(tmp_path: Path) -> None:

@@ -113,6 +113,19 @@ def test_the_reward_is_the_score_of_the_model_in_its_own_process(
         assert other.cached == 0
 
 
+@pytest.mark.parametrize("outputs", ["[NaN]", "[1e999]", "[1" + "0" * 400 + "]", '["1"]', "[true]", "[]"])
+def test_cached_outputs_that_are_not_finite_numbers_are_requested_again(tmp_path: Path, outputs: str) -> None:
+    with serving(lambda *_: classify_reply([0.25])) as server:
+        cfg = settings(model="rm", url=server.url, cache=str(tmp_path))
+        with RewardModelJudge(cfg) as judge:
+            (first,) = judge.judge(items(judge, ["a"]))
+            (file,) = tmp_path.rglob("*.json")
+            file.write_text(f'{{"outputs": {outputs}}}')
+            with pytest.warns(UserWarning, match="another form"):
+                assert judge.judge(items(judge, ["a"])) == [first]
+            assert first.reward == 0.25 and len(server.requests) == 2
+
+
 def test_offset_factor_and_sigmoid_scale_the_score() -> None:
     assert reward_of(3.0, settings(model="m", offset=1.0, factor=0.5)) == 1.0
     assert reward_of(3.0, settings(model="m", offset=3.0, sigmoid=True)) == 0.5

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import re
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
@@ -75,7 +76,7 @@ class ModelJudge:
         if not cfg.model:
             raise UserError("no judge: set judge.model to the name of a model at judge.url")
         self.rubric, self.template = rubric_of(cfg), template_of(cfg)
-        self.cache = ReplyCache(cfg.cache) if cfg.cache else None
+        self.cache = ReplyCache(cfg.cache, is_reply) if cfg.cache else None
         self.endpoint = Endpoint(cfg, "judge")
         self.cached = 0  # replies that were read from the cache
         self._top = list(TOP_LOGPROBS if cfg.probabilities else (0,))
@@ -158,7 +159,7 @@ class ModelJudge:
         while True:
             body = self._body(text)
             request = {"url": self.endpoint.url, **body, **self.endpoint.extra}
-            if self.cache is not None and (known := self.cache.get(request)) is not None and is_reply(known):
+            if self.cache is not None and (known := self.cache.get(request)) is not None:
                 self.cached += 1
                 return known
             key = json.dumps(request, sort_keys=True)
@@ -261,14 +262,26 @@ def tokens_of(content: Any) -> list[list[Any]]:
             own = [entry, *(entry.get("top_logprobs") or ())]
             alternatives = {str(one["token"]): float(one["logprob"]) for one in own}
             tokens.append([str(entry["token"]), {t: p for t, p in alternatives.items() if math.isfinite(p)}])
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return []
     return tokens
 
 
 def is_reply(value: Mapping[str, Any]) -> bool:
     """Whether a cached value has the form of a reply."""
-    return isinstance(value.get("text"), str) and isinstance(value.get("tokens"), list)
+    tokens = value.get("tokens")
+    return isinstance(value.get("text"), str) and isinstance(tokens, list) and all(map(is_token, tokens))
+
+
+def is_token(entry: Any) -> bool:
+    match entry:
+        case [str(), dict() as alternatives]:
+            return all(map(is_finite_number, alternatives.values()))
+    return False
+
+
+def is_finite_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # an int may be larger than any float
 
 
 def alternatives_to(match: re.Match[str], reply: Mapping[str, Any]) -> dict[str, float]:

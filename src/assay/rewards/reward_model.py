@@ -16,7 +16,7 @@ from assay.endpoint import Endpoint, EndpointError, Usage
 from assay.process.spawn import WorkerDied, exit_reason
 from assay.rewards.cache import ReplyCache
 from assay.rewards.judge import judged_fields
-from assay.rewards.model_judge import ModelJudge, question_of
+from assay.rewards.model_judge import ModelJudge, is_finite_number, question_of
 from assay.rewards.pool import GroupItem, Item, JudgeReport
 from assay.rewards.reward_model_worker import RewardModelProcess
 from assay.types import Prompt, Status, UserError, Verdict
@@ -42,7 +42,7 @@ class RewardModelJudge:
             raise UserError("no judge: set judge.model to the folder of a reward model, or its name at judge.url")
         if cfg.url and cfg.api == "sglang" and not cfg.tokenizer:
             raise UserError("judge.api = 'sglang' needs judge.tokenizer, the folder or hub id of the model's tokenizer")
-        self.cache = ReplyCache(cfg.cache) if cfg.cache else None
+        self.cache = ReplyCache(cfg.cache, lambda reply: is_outputs(reply.get("outputs"))) if cfg.cache else None
         self.endpoint = Endpoint(cfg, "judge", root=True) if cfg.url else None
         self.cached = 0  # outputs that were read from the cache
         self.judged = 0  # conversations that the local model has judged
@@ -127,8 +127,7 @@ class RewardModelJudge:
 
     def _stored(self, conversation: Conversation) -> list[float] | None:
         reply = self.cache.get(self._request(conversation)) if self.cache is not None else None
-        outputs = reply.get("outputs") if reply is not None else None
-        return outputs if is_outputs(outputs) else None
+        return reply["outputs"] if reply is not None else None
 
     def _store(self, conversation: Conversation, outputs: Outputs) -> None:
         if self.cache is not None and is_outputs(outputs):
@@ -246,7 +245,7 @@ def with_usage(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_outputs(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) in (int, float) for one in value)
+    return isinstance(value, list) and bool(value) and all(map(is_finite_number, value))
 
 
 def local_identity(source: str) -> dict[str, Any]:
