@@ -247,6 +247,10 @@ def test_what_cannot_be_read_is_one_clear_line(make_hf, tmp_path):
     write_gguf(tmp_path / "rwkv.gguf", hf, "unheard-of")
     with pytest.raises(UserError, match=r"transformers cannot load the model in .*rwkv\.gguf"):
         load_model(str(tmp_path / "rwkv.gguf"))
+    hf.config.num_hidden_layers = 10**7  # transformers would create as many
+    write_gguf(tmp_path / "deep.gguf", hf, "unheard-of")
+    with pytest.raises(UserError, match=r"deep\.gguf': block_count must be an integer from 1 to 2,000"):
+        load_model(str(tmp_path / "deep.gguf"))
 
 
 def test_a_file_for_transformers_names_the_missing_extra(make_hf, tmp_path, monkeypatch):

@@ -126,6 +126,7 @@ def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: P
             raise UserError(f"'{path}' lacks {architecture}.{key} in its metadata: fetch it again")
         return value
 
+    layers = checked_size(number("block_count", 1), "block_count", f"'{path}'")
     if architecture not in ARCHITECTURES or value_of(reader, f"{architecture}.expert_count", 0):
         return None
     name = ARCHITECTURES[architecture]
@@ -137,7 +138,7 @@ def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: P
         return checked_size(number(key, default), key, f"'{path}'")
 
     heads, hidden = size("attention.head_count"), size("embedding_length")
-    head_dim, layers = size("attention.key_length", hidden // heads), size("block_count")
+    head_dim = size("attention.key_length", hidden // heads)
     rotary = size("rope.dimension_count", head_dim)
     if rotary != head_dim and not family.partial_rotary:
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from assay.model_files import check_model_files
 from assay.models.bars import BYTES, reporting_bar
 from assay.models.base import LoadReport, PolicyModel
 from assay.models.decoder import Decoder, WeightLoader
@@ -83,6 +84,7 @@ def load_folder(
     trust_remote_code: bool = False,
     report: LoadReport | None = None,
 ) -> PolicyModel:
+    check_model_files(folder)
     config = read_json(folder / "config.json", f"'{folder}' is not a model folder: it has no config.json; give {FORMS}")
     spec = spec_from_hf(config)
     files = weight_files(folder)
@@ -102,6 +104,7 @@ def has_weights(folder: Path) -> bool:
 
 def empty_model(folder: Path, device: str | torch.device, dtype: torch.dtype) -> Decoder | None:
     """A model whose weights are zeros, for a folder that has only a config; None if it is not of our families."""
+    check_model_files(folder)
     spec = spec_from_hf(read_json(folder / "config.json", f"'{folder}' has no config.json"))
     if spec is None:
         return None
@@ -185,7 +188,7 @@ def weight_files(folder: Path) -> list[Path]:
             return [single]
         if index.is_file():
             return indexed_files(index)
-    loose = sorted(folder.glob("*.safetensors"))
+    loose = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not loose:
         raise UserError(f"'{folder}' has a config.json but no weights: model.safetensors or its index is missing")
     return loose

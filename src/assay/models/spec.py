@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from assay.model_files import MAX_LAYERS
 from assay.types import UserError
 
 
@@ -116,7 +117,7 @@ SIZES = {  # field of `ModelSpec` -> key of a Hugging Face config
     "intermediate": "intermediate_size",
     "max_length": "max_position_embeddings",
 }
-MAX_SIZE = 1 << 30  # of vocabulary, hidden size, context length or number of layers
+MAX_SIZE = 1 << 30  # of vocabulary, hidden size or context length
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROPE_KEYS: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": LLAMA3_SCALING}
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
@@ -298,8 +299,9 @@ def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 def checked_size(value: Any, key: str, where: str = "config.json") -> int:
     """A size from a file; refused if it cannot be a size."""
-    if not is_number(value) or value != int(value) or not 1 <= value <= MAX_SIZE:
-        raise UserError(f"{where}: {key} must be an integer from 1 to {MAX_SIZE:,}, not {value!r:.80}")
+    largest = MAX_LAYERS if key in ("num_hidden_layers", "block_count") else MAX_SIZE
+    if not is_number(value) or value != int(value) or not 1 <= value <= largest:
+        raise UserError(f"{where}: {key} must be an integer from 1 to {largest:,}, not {value!r:.80}")
     return int(value)
 
 

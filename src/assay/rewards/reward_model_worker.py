@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from assay.model_files import check_model_files
 from assay.process.spawn import RemoteWorker, WorkerDied, serve
 from assay.types import UserError
 
@@ -63,6 +64,8 @@ class RewardModelWorker:
     def load(self, source: str, device: str, with_model: bool = True, dtype: str = "auto") -> None:
         """Load the tokenizer and, unless it is not needed, the model."""
         path = str(Path(source).expanduser()) if Path(source).expanduser().exists() else source
+        if Path(path).is_dir():
+            check_model_files(Path(path))
         try:
             self.tokenizer: Any = load_tokenizer(path)
             if with_model:

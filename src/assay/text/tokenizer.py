@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
+from assay.model_files import check_model_files
 from assay.types import UserError
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def load_tokenizer(source: str, trust_remote_code: bool = False) -> Tokenizer:
     if path.is_file():
         raise UserError(f'"{source}" is a file: give a Hugging Face folder, a hub id or a .gguf file for the tokenizer')
     if path.is_dir():
+        check_model_files(path)
         return Tokenizer(_from_pretrained(str(path), trust_remote_code), _end_ids_of_folder(path))
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or not source.strip():
         raise UserError(f'no such folder: "{source}": give a Hugging Face folder, a hub id or a .gguf file')
@@ -207,8 +209,8 @@ def _end_ids_of_folder(folder: Path) -> list[int]:
             continue
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f'"{file}" is not valid JSON: {error}') from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f'"{file}" cannot be read as JSON: {error}') from error
         end_ids = values.get("eos_token_id") if isinstance(values, dict) else None
         if end_ids is not None:
             return _as_ids(end_ids)

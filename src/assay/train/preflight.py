@@ -114,8 +114,9 @@ def model_spec(cfg: TrainConfig) -> ModelSpec | None:
     if source.startswith(components.PRESET):
         length = cfg.model.max_length or components.PRESET_LENGTH
         return preset(source.removeprefix(components.PRESET), TYPICAL_VOCABULARY, length)
+    config = Path(source).expanduser() / "config.json"
     try:
-        return spec_from_hf(json.loads((Path(source).expanduser() / "config.json").read_text()))
+        return spec_from_hf(json.loads(config.read_text())) if config.is_file() else None
     except (OSError, ValueError, AttributeError):
         return None
 
