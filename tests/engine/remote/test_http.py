@@ -12,7 +12,6 @@ import pytest
 from http_parts import Answer, SmallServer, small_server
 from stub_endpoint import raw_server
 
-from assay.config import ServerConfig
 from assay.engine.remote.http import (
     HttpServers,
     ServerBusy,
@@ -21,7 +20,6 @@ from assay.engine.remote.http import (
     ServerGarbage,
     ServerSilent,
     ServerUnreachable,
-    api_key,
     check_url,
     message_of,
 )
@@ -149,14 +147,6 @@ def test_a_redirect_is_not_followed() -> None:
                 servers.call(servers.servers[0], "POST", "/path", {})
             servers._disconnect()
         assert not other.requests
-
-
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api_key(ServerConfig(), "server") == ""
-    with pytest.raises(UserError, match=r"the environment variable NOT_SET \(server.api_key_env\) is not set"):
-        api_key(ServerConfig(api_key_env="NOT_SET"), "server")
-    monkeypatch.setenv("TEST_KEY", "secret")
-    assert api_key(ServerConfig(api_key_env="TEST_KEY"), "server") == "secret"
 
 
 def test_credentials_in_a_url_are_sent_and_never_shown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,16 @@ def test_arguments_follow_the_options_and_exist_in_sglang() -> None:
         1, 9
     )
     for word in [*words, *cpu]:
-        if word.startswith("--"):
+        if word.startswith("--") and word != "--config":  # not one of the arguments that are fields of a class
             assert word.removeprefix("--").replace("-", "_") in RULES["server_arguments"], word
+
+
+def test_the_key_is_in_a_file_that_other_users_cannot_read() -> None:
+    launched, other = servers(), servers()
+    words = launched._arguments(1234, 96)
+    file = Path(words[words.index("--config") + 1])
+    assert json.loads(file.read_text()) == {"api-key": launched.key} and launched.key != other.key
+    assert file.stat().st_mode & 0o077 == 0 and launched.key not in " ".join(words)
 
 
 def test_the_environment_is_without_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

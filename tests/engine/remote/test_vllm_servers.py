@@ -13,6 +13,7 @@ from engine_parts import small_decoder, small_spec
 
 from assay.config import VLLMConfig
 from assay.engine.base import EngineOptions
+from assay.engine.remote.vllm.access import KEY, KeyCheck
 from assay.engine.remote.vllm.servers import LaunchedVLLM
 from assay.types import UserError
 
@@ -51,6 +52,13 @@ def test_arguments_follow_the_options() -> None:
     text = " ".join(cuda._arguments(1, 96))
     assert "--gpu-memory-utilization 0.3" in text and "--enable-sleep-mode" in text and "--enforce-eager" not in text
     assert "--kv-cache-memory-bytes 2147483648" in text
+
+
+def test_the_key_is_in_the_environment_and_checked_by_a_middleware() -> None:
+    launched = servers()
+    words = launched._arguments(1234, 96)
+    assert words[words.index("--middleware") + 1] == f"{KeyCheck.__module__}.{KeyCheck.__qualname__}"
+    assert launched._environment(0)[KEY] == launched.key and launched.key not in " ".join(words)
 
 
 def test_the_environment_is_without_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import threading
 import time
@@ -15,7 +14,6 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
-from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.endpoint import (
     Answer,
     BadBody,
@@ -351,15 +349,6 @@ class HttpServers:
 
 def is_lost(error: BaseException) -> bool:
     return isinstance(error, ServerUnreachable)
-
-
-def api_key(settings: ServerConfig | VLLMConfig | SGLangConfig, section: str) -> str:
-    """The key of given servers, from the environment variable that the settings name."""
-    name = settings.api_key_env
-    key = os.environ.get(name, "") if name else ""
-    if name and not key:
-        raise UserError(f"the environment variable {name} ({section}.api_key_env) is not set")
-    return key
 
 
 def max_bytes(tokens: int) -> int:

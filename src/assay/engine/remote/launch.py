@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.endpoint import new_client, opened
 from assay.engine.base import EngineOptions
 from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
+from assay.engine.remote.vllm.access import KEY as KEY
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.process.program import SupervisedProgram, free_port
@@ -39,11 +41,11 @@ class LaunchedServers(ABC):
 
     kind: ClassVar[str]  # name of the server in messages
     section: ClassVar[str]  # section of its settings
-    key = ""  # API key of the servers
 
     def __init__(self, settings: ServerConfig | VLLMConfig | SGLangConfig, options: EngineOptions) -> None:
         self.options, self.count, self.port = options, settings.servers, settings.port
         self.start_timeout_s = settings.start_timeout_s
+        self.key = api_key(settings, self.section) or secrets.token_urlsafe(16)  # the servers accept no other key
         folder = nodes_folder()
         self.nodes = EngineNodes(folder) if folder else None
         self.host = "0.0.0.0" if self.nodes else "127.0.0.1"  # address on which servers listen
@@ -105,7 +107,7 @@ class LaunchedServers(ABC):
         while True:
             if death := self.death(url):
                 raise UserError(f"the {self.kind} server {url} did not start: {death}")
-            if asyncio.run(is_healthy(url)):
+            if asyncio.run(is_healthy(url, self.key)):
                 return
             if time.monotonic() > deadline:
                 raise UserError(
@@ -145,13 +147,22 @@ class LaunchedServers(ABC):
         self._remove()
 
 
-async def is_healthy(url: str) -> bool:
+def api_key(settings: ServerConfig | VLLMConfig | SGLangConfig, section: str) -> str:
+    """The key of servers, from the environment variable that the settings name."""
+    name = settings.api_key_env
+    key = os.environ.get(name, "") if name else ""
+    if name and not key:
+        raise UserError(f"the environment variable {name} ({section}.api_key_env) is not set")
+    return key
+
+
+async def is_healthy(url: str, key: str) -> bool:
     import httpx
 
     try:
         async with (
             asyncio.timeout(HEALTH_S),
-            new_client(url, "", proxies=False) as client,
+            new_client(url, key, proxies=False) as client,
             opened(client, "GET", "/health", None) as response,
         ):
             return response.status_code == 200

@@ -25,7 +25,6 @@ from assay.engine.remote.http import (
     ServerStale,
     ServerUnreachable,
     allowed_connections,
-    api_key,
 )
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.ranks import Ranks
@@ -55,11 +54,7 @@ class AssayEngine(RemoteEngine):
         self.settings = settings or ServerConfig()
         ranks = Ranks(opts.group)
         launched = LaunchedAssay(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = (
-            (self.settings.urls, api_key(self.settings, self.section))
-            if self.settings.urls
-            else ranks.on_main(lambda: (launched.start(model, save_tokenizer), launched.key))  # type: ignore[union-attr]
-        )
+        urls, key = self._servers(ranks, launched, model, save_tokenizer)
         # Of the event loop: requests that were added since the last step, and batches of requests by id.
         self.queued: list[RunningRequest] = []
         self.batches: dict[int, list[Any]] = {}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 
 import torch
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import LaunchedServers, plain_environment
+from assay.engine.remote.launch import KEY, LaunchedServers, plain_environment
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.types import UserError
-
-KEY = "ASSAY_SERVER_KEY"  # environment variable with the key of the servers
 
 
 class LaunchedAssay(LaunchedServers):
@@ -23,7 +20,7 @@ class LaunchedAssay(LaunchedServers):
 
     def __init__(self, settings: ServerConfig, options: EngineOptions) -> None:
         super().__init__(settings, options)
-        self.settings, self.key = settings, secrets.token_urlsafe(16)
+        self.settings = settings
 
     def _check(self, model: PolicyModel) -> None:
         if not isinstance(model, Decoder):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from assay.config import SGLangConfig
 from assay.engine.base import Capabilities, EngineOptions, Event
-from assay.engine.remote.http import Server, ServerError, ServerUnreachable, api_key
+from assay.engine.remote.http import Server, ServerError, ServerUnreachable
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
@@ -63,10 +63,9 @@ class SGLangEngine(PausableEngine):
             raise UserError("SGLang has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
         if importlib.util.find_spec("httpx") is None:
             raise missing_extra("engine sglang", "sglang")
-        key = api_key(self.settings, self.section)
         ranks = Ranks(opts.group)
         launched = LaunchedSGLang(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls = self.settings.urls or ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
+        urls, key = self._servers(ranks, launched, model, save_tokenizer)
         self.architecture = architecture_of(model)
         self.served: dict[str, SGLangServer] = {}  # by URL
         self.sender = SGLangSender(self, self.served)

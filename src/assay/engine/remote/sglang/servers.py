@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from assay.config import SGLangConfig
 from assay.engine.base import EngineOptions
 from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.nodes import write_object
 from assay.models.base import PolicyModel
+from assay.types import UserError
 
 MARGIN = 16  # tokens of the context that SGLang does not use: whole sequences are sent as prompts, to be scored
 
@@ -21,6 +25,10 @@ class LaunchedSGLang(LaunchedServers):
 
     def _check(self, model: PolicyModel) -> None:
         self.python = interpreter(self.settings, self.section, self.kind)
+        if "--config" in self.settings.args:
+            raise UserError(
+                "sglang.args has --config, and assay starts servers with one: list its settings in sglang.args"
+            )
 
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
         return [self.python, "-m", "sglang.launch_server", *self._arguments(port, max_length)]
@@ -28,6 +36,7 @@ class LaunchedSGLang(LaunchedServers):
     def _arguments(self, port: int, max_length: int) -> list[str]:
         options, settings = self.options, self.settings
         arguments = {
+            "config": str(self._write_key()),
             "model-path": str(self.model_folder),
             "served-model-name": "policy",
             "host": self.host,
@@ -50,6 +59,12 @@ class LaunchedSGLang(LaunchedServers):
         if settings.deterministic:
             flags.append("--enable-deterministic-inference")
         return [*(part for name, value in arguments.items() for part in (f"--{name}", value)), *flags, *settings.args]
+
+    def _write_key(self) -> Path:
+        """A file that only this user can read: other users can see arguments. The key protects all but /health."""
+        path = self.folder / "access.yaml"
+        write_object(path, {"api-key": self.key})  # JSON is YAML
+        return path
 
     def _environment(self, index: int) -> dict[str, str]:
         environment = {

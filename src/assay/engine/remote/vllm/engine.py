@@ -22,7 +22,7 @@ from torch import Tensor
 
 from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
-from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, api_key, shortened
+from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
@@ -68,10 +68,9 @@ class VLLMEngine(PausableEngine):
             raise UserError("vLLM has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
         if importlib.util.find_spec("httpx") is None:
             raise missing_extra("engine vllm", "vllm")
-        key = api_key(self.settings, self.section)
         ranks = Ranks(opts.group)
         launched = LaunchedVLLM(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls = self.settings.urls or ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
+        urls, key = self._servers(ranks, launched, model, save_tokenizer)
         self.tied = isinstance(model, Decoder) and model.spec.tied
         self.models: dict[str, ServedModel] = {}  # by URL
         self.sender = WeightSender(self, self.models)

@@ -9,7 +9,8 @@ import torch
 
 from assay.config import VLLMConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.launch import KEY, LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.vllm.access import MIDDLEWARE
 from assay.engine.remote.vllm.worker import EXTENSION, stage
 from assay.models.base import PolicyModel
 
@@ -42,6 +43,7 @@ class LaunchedVLLM(LaunchedServers):
             "logprobs-mode": "processed_logprobs",
             "generation-config": "vllm",
             "worker-extension-cls": EXTENSION,
+            "middleware": MIDDLEWARE,
         }
         flags = []
         if torch.device(options.device).type == "cuda":
@@ -67,6 +69,7 @@ class LaunchedVLLM(LaunchedServers):
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": packages,
+            KEY: self.key,
         }
         environment |= visible_devices(self.settings, device, index)
         if device.type == "cpu" and not self.settings.devices:

@@ -1,6 +1,6 @@
 """Extension of vLLM's worker: loads weights from a folder or from the trainer's GPU memory, and computes digests.
 
-vLLM runs in its own environment. `stage` copies this module and the one it imports into a folder for PYTHONPATH, so
+vLLM runs in its own environment. `stage` copies the modules that it needs into a folder for PYTHONPATH, so
 that vLLM finds them without the rest of this package; `python -m assay.engine.remote.vllm.worker FOLDER` does it for
 servers that are started by hand. Methods are called through the server's endpoint /collective_rpc.
 """
@@ -175,7 +175,7 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
             yield name, weight
 
 
-STAGED = ("engine/remote/vllm/worker.py", "models/fingerprint.py")
+STAGED = ("engine/remote/vllm/access.py", "engine/remote/vllm/worker.py", "models/fingerprint.py")
 
 
 def stage(folder: Path) -> None:
