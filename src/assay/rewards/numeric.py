@@ -64,6 +64,7 @@ _SYNONYMS = (
     "weeks, month months, year yr yrs years, degree degrees deg, radian radians rad, celsius, fahrenheit"
 )
 KNOWN_UNITS = {word: words.split()[0] for words in _SYNONYMS.split(", ") for word in words.split()}
+_VARIABLE = re.compile(rf"(?![a{''.join(word for word in KNOWN_UNITS if len(word) == 1)}])[a-z]")
 _LONG_UNITS = sorted((word for word in KNOWN_UNITS if len(word) > 1 and word.isalpha()), key=len, reverse=True)
 _UNIT_WORD = "|".join([*_LONG_UNITS, "units?", *_DIMENSIONS, "per"])
 # Without a number before it, "m" or "s" may be a variable: only longer units are removed from an expression.
@@ -109,7 +110,7 @@ def read_unit(tail: str) -> Unit | None:
     if adjacent and first in _ADJACENT_SCALES and not matched["rest"]:
         return Unit(scale=_ADJACENT_SCALES[first])
     words = [first.lower(), *matched["rest"].lower().replace("\\cdot", " ").replace("/", " ").split()]
-    if not keeps_the_number(words):
+    if not keeps_the_number(words) or any(_VARIABLE.fullmatch(word) for word in words[1:]):
         return None
     if words[0] in _PERCENT:
         altered = matched["power"] or (words[1:] and words[1] in _NOT_A_UNIT | _NUMBER_WORDS and words[1] != "of")
@@ -186,6 +187,7 @@ _NUMBER_SETS = re.compile(r"\\mathbb\s*([A-Z])")
 _TEMPERATURE = re.compile(r"degrees\s+(?:(C)|F)(?![A-Za-z])")
 _DEGREES_OF_FUNCTION = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*\(?\s*([0-9]+) degrees\s*\)?")
 _REPEATING = re.compile(r"(?<![0-9.,])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar)\s*\{([0-9]{1,20})\}")
+_LATEX = re.compile(r"[\\{~°<>!]|\.\.\.")
 _BRACED_SIGN = re.compile(r"(?<=[0-9])\{([.:])\}(?=[0-9])")
 _SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|$)|\\q?quad(?![A-Za-z])|\\hspace\s*\{[^{}]*\}|~")
 _LEAD_IN = re.compile(r"(?:(?:the )?(?:final )?answer\b(?: is\b)?\s*[:=]?|=)\s*(?=\S)", re.IGNORECASE)
@@ -254,6 +256,18 @@ def _is_subsequence(words: list[str], longer: list[str]) -> bool:
 def tidy(text: str) -> str:
     """Remove what only concerns typography: delimiters, spacing commands, font wrappers, lookalike characters."""
     text = text.translate(_LOOKALIKES)
+    if _LATEX.search(text):
+        text = _in_common_spelling(text)
+    text = _unwrap(" ".join(text.split()))
+    if "degrees" in text:
+        text = _TEMPERATURE.sub(lambda scale: f"degrees {'celsius' if scale[1] else 'fahrenheit'}", text)
+        text = _DEGREES_OF_FUNCTION.sub(r"\1(\\frac{\2\\pi}{180})", text)
+    lead_in = _LEAD_IN.match(text)
+    return _unwrap(text[lead_in.end() :]) if lead_in else text
+
+
+def _in_common_spelling(text: str) -> str:
+    """Remove commands for spaces, sizes and fonts, and replace synonyms by one command."""
     text = _NOISE.sub("", _TIGHT_COMMA.sub(",", text))
     text = _SPACE.sub(" ", text)
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\#", "#")
@@ -265,12 +279,7 @@ def tidy(text: str) -> str:
         text, replaced = _WRAPPER.subn(r" \1 ", text)
         if not replaced:
             break
-    text = _unwrap(" ".join(text.split()))
-    if "degrees" in text:
-        text = _TEMPERATURE.sub(lambda scale: f"degrees {'celsius' if scale[1] else 'fahrenheit'}", text)
-        text = _DEGREES_OF_FUNCTION.sub(r"\1(\\frac{\2\\pi}{180})", text)
-    lead_in = _LEAD_IN.match(text)
-    return _unwrap(text[lead_in.end() :]) if lead_in else text
+    return text
 
 
 def _common_spelling(command: re.Match[str]) -> str:

@@ -119,7 +119,8 @@ def _atom(text: str, strict: bool) -> RealSet | None:
     if text == _REAL:
         return RealSet(lambda x: True, frozenset())
     if member := _MEMBER.fullmatch(text):
-        inner = read_real_set(member[2], strict) if VARIABLE.fullmatch(member[1]) else None
+        simple = VARIABLE.fullmatch(member[1]) and not _MEMBER.search(member[2])
+        inner = read_real_set(member[2], strict) if simple else None
         return inner and RealSet(inner.contains, inner.points, member[1])
     if text.startswith("\\{") and text.endswith("\\}") and encloses(text):
         values = [_number(part, strict) for part in split(text[2:-2], ",;")]
