@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from assay.runs import Run
@@ -61,7 +63,7 @@ def test_a_line_that_is_too_long_does_not_hide_the_others(path: Path, monkeypatc
     assert problems == ["metrics.jsonl, line 4: longer than 1 MiB"]
     with file.open("a") as out:
         out.write('{"step": 6, "reward/mean": 0.8}\n')
-    assert folder.facts()[0]["steps"] == 6 and len(folder.metrics.rows) == 5
+    assert folder.facts()[0]["steps"] == 6 and len(folder.metrics.points("step")[0]) == 5
 
 
 def test_a_file_that_was_replaced_is_read_again(path: Path) -> None:
@@ -71,7 +73,8 @@ def test_a_file_that_was_replaced_is_read_again(path: Path) -> None:
     file.write_text("".join(shorter))  # the same inode
     assert folder.facts()[0]["steps"] == 1
     file.write_text("".join([*shorter, '{"step": 2, "reward/mean": 9.5}\n', '{"step": 7, "x": 1}\n']))
-    assert folder.metrics.read()[0][1]["reward/mean"] == 9.5
+    folder.metrics.read()
+    assert folder.metrics.points("reward/mean")[1].tolist()[-1] == 9.5
     os.unlink(file)
     assert folder.facts()[0]["steps"] == 3  # of the summary
     assert folder.metrics.columns == {}
@@ -89,6 +92,31 @@ def test_points_of_a_metric_along_another(path: Path) -> None:
         [0.25, 0.5, 0.75, 0.1],
     ]
     assert [part.tolist() for part in metrics.points("missing")] == [[], []]
+
+
+def test_a_long_run_is_read_in_limited_memory_without_losing_peaks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MAX_VALUES": 4000, "BATCH": 100, "DIAGNOSED": 50, "MAX_DAMAGED": 2}.items():
+        monkeypatch.setattr(f"assay.web.folder.{name}", value)
+    random = np.random.default_rng(0)
+    rows = [{"step": step, "reward/mean": random.random(), "time/wall": step / 2} for step in range(1, 6001)]
+    rows[0]["before/accuracy"], rows[2500]["reward/mean"], rows[4500]["reward/mean"] = 0.5, -100.0, 100.0
+    for step in range(1000, 6001, 1000):
+        rows[step - 1]["eval/accuracy"] = step
+    lines = [json.dumps(row) + "\n" for row in rows]
+    folder, file = RunFolder(path), path / "metrics.jsonl"
+    file.write_text("".join(lines[:4000]))
+    folder.metrics.read()
+    file.write_text("".join([*lines, *("damaged\n" for _ in range(9))]))
+    facts, problems = folder.facts()
+    assert sum(len(values) for _, values in folder.metrics.columns.values()) <= 4000
+    assert len(problems) == 3
+    assert (facts["steps"], facts["reward"], facts["answers"]) == (6000, rows[-1]["reward/mean"], None)
+    known = {row["step"]: row["reward/mean"] for row in rows}
+    steps, values = (part.tolist() for part in folder.metrics.points("reward/mean"))
+    assert values == [known[step] for step in steps] and {1, 2501, 4501, 6000} <= set(steps)
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 250  # every part of the run is there
+    assert folder.metrics.points("eval/accuracy", "time/wall")[1].tolist() == [*range(1000, 6001, 1000)]
+    assert [row["step"] for row in folder.metrics.steps()] == [*range(1, 9), *range(5951, 6001)]
 
 
 @pytest.mark.parametrize(

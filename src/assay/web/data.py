@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from assay.runs.curves import X_LABELS, shown_panels
-from assay.runs.diagnose import diagnose_run
-from assay.runs.directory import Run
+from assay.runs.diagnose.files import RunFiles
+from assay.runs.diagnose.folder import diagnose_files
 from assay.types import describe_error
 from assay.web.activity import activity
 from assay.web.folder import MAX_DEPTH, RunFolder, is_deeper, stamp_of
@@ -142,11 +142,12 @@ class RunView:
         facts["name"] = facts.pop("run")
         return {"id": self.id, **{key: facts.get(key) for key in FACTS}, "problems": shortened(problems)}
 
-    def detail(self) -> dict[str, Any]:
+    def detail(self, findings_wait_s: float | None = FINDINGS_WAIT_S) -> dict[str, Any]:
+        """`findings_wait_s`: for the doctor; None: until it has finished."""
         self.tokens(0.0)  # begins to load the tokenizer, which is needed soon
         table = self.current_table()
         facts, problems = self.folder.facts()
-        findings, finding_problem = self.findings(facts["state"] == "running")
+        findings, finding_problem = self.findings(facts["state"] == "running", findings_wait_s)
         problems = [*problems, *(problem for problem in (finding_problem, self.index.problem) if problem)]
         problems += [problem for file in table.files for problem in file.problems]
         places = [place for name in self.index.names if (place := place_of(name)) is not None]
@@ -186,7 +187,7 @@ class RunView:
         correct = int((statuses == OK).sum())
         return {**_names(file.place), "count": len(statuses), "correct": correct}
 
-    def findings(self, running: bool) -> tuple[list[dict[str, Any]], str | None]:
+    def findings(self, running: bool, wait_s: float | None) -> tuple[list[dict[str, Any]], str | None]:
         """The doctor's findings, computed in another thread: those known so far, if it takes long."""
         self.folder.metrics.read()
         state = self.folder.metrics.stamp, self.folder.document("summary.json")[0], running
@@ -197,14 +198,14 @@ class RunView:
             self._diagnosing = _threads.submit(self._diagnose)
         if self._diagnosing is not None:
             with suppress(NotYet):
-                self._diagnosing.result(FINDINGS_WAIT_S)
+                self._diagnosing.result(wait_s)
         return self._findings, self._findings_problem
 
     def _diagnose(self) -> None:
         start = time.monotonic()
         try:
             self.folder.check_regular()
-            causes = diagnose_run(Run(self.folder.root))
+            causes = diagnose_files(RunFiles(self.folder.root), self.folder.metrics.steps())
         except Exception as error:  # rules expect intact files
             self._findings, self._findings_problem = [], f"the doctor cannot read this run ({describe_error(error)})"
             return

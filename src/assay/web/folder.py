@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from assay.runs.diagnose.history import FIRST
 from assay.runs.directory import is_locked, state_of
 from assay.runs.facts import RunParts, facts_of
 from assay.runs.files import from_json
@@ -25,6 +26,11 @@ from assay.types import describe_error, hide_credentials
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
 MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
 MAX_LINE = 16 * 2**20  # bytes of a line of metrics
+MAX_VALUES = 2_000_000  # of metrics that are kept for curves
+MAX_DAMAGED = 1000  # lines of metrics that are listed as problems
+BATCH = 5000  # rows that are read before they are moved to the columns
+NUMBERS = {int, float}  # types of the values of metrics
+DIAGNOSED = 10_000  # last training steps that the doctor examines, besides the first ones
 MAX_DEPTH = 100  # of nested lists and dictionaries
 LARGEST = 2**53  # integers beyond it have no exact float, neither here nor in JavaScript
 Stamp = tuple[int, int, int, int]  # size, times of the last changes of content and file, inode
@@ -169,7 +175,7 @@ class RunFolder:
         """What is known about the run, and which files cannot be read."""
         read = {name: self.document(f"{name}.json") for name in ("summary", "status", "environment")}
         config, config_problem = self.config()
-        rows, problems = self.metrics.read()
+        problems = self.metrics.read()
         status, summary = read["status"][0], read["summary"][0]
         state = state_of(is_locked(self.root), status, summary)
         if self.metrics.incomplete and state != "running":
@@ -177,7 +183,13 @@ class RunFolder:
         problems = [p for p in (config_problem, *(p for _, p in read.values())) if p] + list(problems)
         stamp = self.metrics.stamp
         parts = RunParts(
-            state, config, rows, summary, status, read["environment"][0], stamp[1] / 1e9 if stamp else None
+            state,
+            config,
+            [self.metrics.last] if self.metrics.last else [],
+            summary,
+            status,
+            read["environment"][0],
+            stamp[1] / 1e9 if stamp else None,
         )
         return parts, problems
 
@@ -213,7 +225,11 @@ def checked(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """metrics.jsonl, of which only new lines are read. `columns` has the finite values of each metric."""
+    """metrics.jsonl, of which only new lines are read. `columns` has the finite values of each metric.
+
+    Memory is limited. Of a long run, `columns` has some rows only. They include the first, last, smallest and largest
+    value of every metric in each of many parts of the run.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -224,18 +240,26 @@ class MetricsFile:
         self.stamp: Stamp | None = None
         self.size = 0  # of the lines that were read
         self.incomplete = False  # whether the last line has no end
-        self.rows: list[dict[str, Any]] = []
-        self.columns: dict[str, tuple[list[int], list[float]]] = {}  # row numbers and values
+        self.columns: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # row numbers and values
+        self.last: dict[str, float] = {}  # the last value of each metric; of "step", the largest
         self.problems: list[str] = []
-        self._lines = 0
+        self._steps: list[dict[str, Any]] = []  # the first and the last training steps
+        self._lines = self._rows = 0
+        self._new: dict[tuple[str, ...], list[tuple[float, ...]]] = {}  # by metrics: row number and values
+        self._max_values = MAX_VALUES
         self._tail = b""  # the last bytes that were read
         self._points: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
 
-    def read(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """All readable lines, and the problems of the others."""
+    def read(self) -> list[str]:
+        """Read new lines; returns the problems of those that cannot be read."""
         with self._lock:
             self._update()
-            return self.rows, self.problems
+            return self.problems
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The training steps that the doctor needs: of a long run, the first and the last."""
+        with self._lock:
+            return [{name: from_json(value) for name, value in row.items()} for row in self._steps]
 
     def points(self, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
         """Positions along the metric `x` and values; for several values at a position, the last one."""
@@ -246,15 +270,15 @@ class MetricsFile:
             return self._points[key]
 
     def _along(self, metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-        rows, values = (np.array(part) for part in self.columns.get(metric, ((), ())))
-        positions, at = (np.array(part) for part in self.columns.get(x, ((), ())))
+        rows, values = map(np.array, self.columns.get(metric, ((), ())))
+        positions, at = map(np.array, self.columns.get(x, ((), ())))
         if not len(rows) or not len(positions):
             return np.empty(0), np.empty(0)
         place = np.searchsorted(positions, rows)
         shared = (place < len(positions)) & (positions[np.minimum(place, len(positions) - 1)] == rows)
         xs, ys = at[place[shared]], values[shared]
         xs, first = np.unique(xs[::-1], return_index=True)  # the first of the reversed values is the last one
-        return xs, ys[::-1][first]
+        return as_integers(xs), as_integers(ys[::-1][first])
 
     def _update(self) -> None:
         try:
@@ -281,7 +305,7 @@ class MetricsFile:
 
     def _read_lines(self, file: IO[bytes]) -> None:
         self._points = {}
-        rows, problems = list(self.rows), list(self.problems)  # others may still use the old ones
+        self.problems = list(self.problems)  # others may still use the old ones
         self.incomplete = False
         while line := file.readline(MAX_LINE):
             size, end = len(line), line
@@ -295,28 +319,92 @@ class MetricsFile:
             self._tail = end[-256:]
             self._lines += 1
             if size > len(line):
-                problems.append(f"metrics.jsonl, line {self._lines}: longer than {MAX_LINE >> 20} MiB")
-                continue
-            row = _metrics_row(line)
-            if row is None:
-                problems.append(f"metrics.jsonl, line {self._lines}: not a line of metrics")
-                continue
-            for name, value in row.items():
-                if isinstance(value, (int, float)) and (number := finite_number(value)) is not None:
-                    numbers, values = self.columns.setdefault(name, ([], []))
-                    numbers.append(len(rows))
-                    values.append(number)
-            rows.append(row)
-        self.rows, self.problems = rows, problems
+                self._add_problem(f"longer than {MAX_LINE >> 20} MiB")
+            elif (row := _metrics_row(line)) is None:
+                self._add_problem("not a line of metrics")
+            else:
+                self._add(row)
+        self._extend_columns()
+
+    def _add_problem(self, problem: str) -> None:
+        if len(self.problems) < MAX_DAMAGED:
+            self.problems.append(f"metrics.jsonl, line {self._lines}: {problem}")
+        elif len(self.problems) == MAX_DAMAGED:
+            self.problems.append("metrics.jsonl: more lines cannot be read")
+
+    def _add(self, row: dict[str, Any]) -> None:
+        if "reward/mean" in row:
+            self._steps.append(row)
+        if not set(map(type, row.values())) <= NUMBERS:
+            row = {name: value for name, value in row.items() if type(value) in NUMBERS}
+        self._new.setdefault(tuple(row), []).append((self._rows, *row.values()))
+        self._rows += 1
+        if self._rows % BATCH == 0:
+            self._extend_columns()
+
+    def _extend_columns(self) -> None:
+        """Move new rows to the columns, and drop what is not needed of earlier ones."""
+        parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for names, rows in self._new.items():
+            numbers, *values = np.array(rows, dtype=float).T
+            for name, column in zip(names, values, strict=True):
+                finite = np.isfinite(column)
+                if finite.any():
+                    earlier = [self.columns[name]] if name in self.columns else []
+                    parts.setdefault(name, earlier).append((numbers[finite], column[finite]))
+        self._new = {}
+        for name, columns in parts.items():
+            numbers, column = map(np.concatenate, zip(*columns, strict=True))
+            order = np.argsort(numbers)
+            self.columns[name] = numbers[order], column[order]
+            self.last[name] = float(column[order[-1]])
+        if "step" in parts:
+            self.last["step"] = int(self.columns["step"][1].max())
+        del self._steps[FIRST:-DIAGNOSED]
+        if sum(len(numbers) for numbers, _ in self.columns.values()) > self._max_values:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Reduce the columns to about half of `MAX_VALUES`."""
+        total = sum(len(numbers) for numbers, _ in self.columns.values())
+        rows = MAX_VALUES // 2 * len(self.columns["step"][0]) // total
+        edges = np.linspace(0, self._rows, max(rows // (4 * len(self.columns)), 1), endpoint=False)
+        kept = np.unique(np.concatenate([column[0][_extremes(*column, edges)] for column in self.columns.values()]))
+        for name, (numbers, values) in self.columns.items():
+            shown = np.isin(numbers, kept, assume_unique=True)
+            self.columns[name] = numbers[shown], values[shown]
+        left = sum(len(numbers) for numbers, _ in self.columns.values())
+        self._max_values = max(MAX_VALUES, 2 * left)  # more if there are very many metrics
+
+
+def _extremes(numbers: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Positions of the first, last, smallest and largest value of each part. `edges`: where parts begin."""
+    starts = np.unique(np.searchsorted(numbers, edges))
+    starts = starts[starts < len(numbers)]
+    ends = np.append(starts[1:], len(numbers)) - 1
+    parts = np.repeat(np.arange(len(starts)), ends - starts + 1)
+    order = np.lexsort((values, parts))  # by part, then by value
+    return np.concatenate([starts, ends, order[starts], order[ends]])
+
+
+def _exact_integer(text: str) -> int | None:
+    """An integer of a JSON text. None if it has no exact float: it would fail in every computation."""
+    value = int(text) if len(text) < 20 else LARGEST + 1
+    return value if abs(value) <= LARGEST else None
+
+
+_DECODER = json.JSONDecoder(parse_int=_exact_integer)
 
 
 def _metrics_row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or finite_number(row["step"]) is None:
-        return None
-    values = {key: from_json(value) for key, value in row.items()}
-    # Integers that have no float would fail in every computation.
-    return {k: v for k, v in values.items() if not isinstance(v, int) or abs(v) <= LARGEST}
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def as_integers(values: np.ndarray) -> np.ndarray:
+    """The values as integers, if all of them are."""
+    exact = bool((np.abs(values) <= LARGEST).all() and (values == np.trunc(values)).all())
+    return values.astype(np.int64) if exact else values

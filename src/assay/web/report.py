@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from assay.runs.curves import X_LABELS
-from assay.runs.diagnose import diagnose_run
-from assay.runs.directory import Run
 from assay.types import describe_error, hide_credentials
 from assay.web.data import RunView, plain
 from assay.web.report_html import ReportContent, accuracy_intervals, body, shown
@@ -48,17 +46,8 @@ def write_report(run_path: Path) -> tuple[str, bool]:
 
 
 def read_content(view: RunView) -> ReportContent:
-    detail = view.detail()
+    detail = view.detail(findings_wait_s=None)
     problems = list(detail["problems"])
-    findings: list[dict[str, Any]] = []
-    try:
-        view.folder.check_regular()
-        causes = diagnose_run(Run(view.folder.root))
-        findings = [
-            {"name": c.name, "evidence": c.evidence, "remedy": c.remedy, "severity": c.severity} for c in causes
-        ]
-    except Exception as error:  # rules expect intact files
-        problems.append(f"the doctor cannot read this run ({describe_error(error)})")
     paired = None
     try:
         paired = paired_facts(view)
@@ -68,7 +57,7 @@ def read_content(view: RunView) -> ReportContent:
         toml = hide_credentials(view.folder.read("config.toml").decode(errors="replace"))
     except OSError:
         toml = ""
-    return ReportContent(detail, findings, paired, list(dict.fromkeys(problems)), toml)
+    return ReportContent(detail, detail["findings"], paired, list(dict.fromkeys(problems)), toml)
 
 
 def render(view: RunView, content: ReportContent, limits: ReportLimits, shortened: bool) -> str:

@@ -39,10 +39,11 @@ def diagnose_run(run: Run) -> list[Diagnosis]:
     return diagnose_files(RunFiles(run.path))
 
 
-def diagnose_files(files: RunFiles) -> list[Diagnosis]:
-    """Diagnose what can be read. Afterwards, `files.problems` says what cannot."""
+def diagnose_files(files: RunFiles, rows: Sequence[Mapping[str, Any]] | None = None) -> list[Diagnosis]:
+    """Diagnose what can be read. Afterwards, `files.problems` says what cannot. `rows`: of metrics.jsonl, if known."""
     found: list[Diagnosis | None] = []
-    for part in parts_of(files, files.config(), files.document("summary.json") or None):
+    rows = files.metrics() if rows is None else rows
+    for part in parts_of(files, files.config(), files.document("summary.json") or None, rows):
         try:
             found += part()
         except UNEXPECTED as error:
@@ -54,15 +55,17 @@ def diagnose_folder(
     files: RunFiles, config: Mapping[str, Any], summary: Mapping[str, Any] | None, leakage: bool = True
 ) -> list[Diagnosis]:
     """Diagnose a run whose files are intact. `leakage`: also compare prompts of training and evaluations."""
-    parts = parts_of(files, config, summary)
+    parts = parts_of(files, config, summary, files.metrics())
     return explained([cause for part in parts[: None if leakage else -1] for cause in part()], files)
 
 
 def parts_of(
-    files: RunFiles, config: Mapping[str, Any], summary: Mapping[str, Any] | None
+    files: RunFiles,
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any] | None,
+    rows: Sequence[Mapping[str, Any]],
 ) -> list[Callable[[], list[Diagnosis | None]]]:
     """The parts of a diagnosis, each with its own files. The comparison of prompts is the last one."""
-    rows = files.metrics()
     return [
         lambda: [*diagnose(rows, config, summary)],
         lambda: [slower_than_best(files.path, rows, config)],

@@ -78,6 +78,8 @@ class Window:
         count = len(self.rows)
         if not self.from_start:
             return f"in the last {count} steps"
+        if count < self.rows[-1]["step"]:  # of a long run, only the first and the last steps are known
+            return f"in all {count} examined steps"
         return f"in all {count} steps" if count > 1 else "in step 1"
 
     def mean(self, name: str) -> float:
