@@ -175,6 +175,33 @@ def _group(samples: int = 2, logprob: float = -0.5) -> Group:
     return Group(prompt, rollouts)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"reward": None}, {"reward": "x"}, {"turns": [{}]}, {"verdict": {"parts": 5}}, {"group": []}, {"schema": "x"}],
+)
+def test_lines_with_wrong_values_are_a_user_error(tmp_path: Path, change: dict[str, object]) -> None:
+    path = write_rollouts(tmp_path, 12, [_group()])
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps(json.loads(first) | change) + "\n", *rest]))
+    with pytest.raises(UserError, match="damaged"):
+        read_rollouts(tmp_path, 12)
+
+
+def test_damaged_arrays_are_a_user_error(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path, 12, [_group()]).with_suffix(".npz")
+    whole = path.read_bytes()
+    for content in (b"", whole[:100], whole[:300] + bytes([whole[300] ^ 255]) + whole[301:]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="damaged"):
+            read_rollouts(tmp_path, 12)
+    path.write_bytes(whole)
+    arrays = dict(np.load(path))
+    for name in ("engine_logprobs", "token_ids", "offsets"):
+        np.savez(path, **{**arrays, name: arrays[name][:-1]})
+        with pytest.raises(UserError, match="damaged"):
+            read_rollouts(tmp_path, 12)
+
+
 def test_lines_contain_text_verdict_and_turns(tmp_path: Path) -> None:
     path = write_rollouts(tmp_path, 12, [_group()])
     assert path == tmp_path / "rollouts" / "step-000012.jsonl"

@@ -232,6 +232,9 @@ def test_a_saved_buffer_is_loaded_unchanged(tmp_path: Path, groups: list[Group])
     assert ReplayBuffer.load(f"{tmp_path}/empty") == empty
     with pytest.raises(UserError, match="not a replay buffer"):
         ReplayBuffer.load(tmp_path)
+    (tmp_path / "empty" / "buffer.json").write_text('{"capacity": "many"}')
+    with pytest.raises(UserError, match=r"buffer.json is damaged"):
+        ReplayBuffer.load(tmp_path / "empty")
 
 
 def test_the_summary_lists_versions_and_means() -> None:

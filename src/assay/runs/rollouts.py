@@ -15,16 +15,30 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from assay.runs.files import atomic_write, from_json, json_line, make_folder, remove_temporaries
-from assay.types import TASK_LABEL, Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import (
+    TASK_LABEL,
+    Completion,
+    Finish,
+    Group,
+    Prompt,
+    Rollout,
+    Status,
+    Turn,
+    UserError,
+    Verdict,
+    describe_error,
+)
 
 Kind = Literal["train", "eval", "skipped"]
 SCHEMA = 2  # version of the files that are written here, and the newest one that can be read
@@ -35,6 +49,10 @@ COMPUTED = (
     "entropies",
     "ref_logprobs",
 )  # arrays of a step that has computed them; NaN for other tokens
+_DAMAGE = (  # exceptions that wrong content causes
+    *(ValueError, TypeError, AttributeError, LookupError, OverflowError, EOFError, MemoryError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 _STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl?|npz)")
 
 
@@ -61,18 +79,30 @@ def write_rollouts(
 
 def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group]:
     """The groups of a training step as they were written, without empty groups."""
-    lines, arrays = read_lines(run_path, step, kind), read_arrays(run_path, step, kind)
+    try:
+        return _groups(read_lines(run_path, step, kind), read_arrays(run_path, step, kind))
+    except UserError:
+        raise
+    except _DAMAGE as error:
+        path = rollout_path(run_path, step, kind)
+        raise UserError(f"{path} and its .npz file are damaged ({describe_error(error)}): delete both") from error
+
+
+def _groups(lines: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Group]:
     offsets = arrays["offsets"].tolist()
-    if len(offsets) != len(lines) + 1:
-        raise UserError(f"{rollout_path(run_path, step)} and its .npz file do not match: delete both")
     names = ("token_ids", "engine_logprobs", "sampling_logprobs", "token_advantages", *COMPUTED)
     flat = {name: arrays[name].tolist() for name in names if name in arrays}
+    if len(offsets) != len(lines) + 1 or any(len(values) != offsets[-1] for values in flat.values()):
+        raise ValueError("they do not match")
     groups: dict[int, Group] = {}
-    for line, start in zip(lines, offsets, strict=False):
+    for line, (start, end) in zip(lines, pairwise(offsets), strict=True):
         prompt = Prompt(line["prompt_id"], tuple(line["messages"]), line["answer"], line["solution"], line["fields"])
         group = groups.setdefault(line["group"], Group(prompt, [], from_json(line.get("baseline"))))
         prompt = group.prompt if prompt == group.prompt else prompt
-        group.rollouts.append(_read_rollout(line, prompt, flat, start))
+        rollout = _read_rollout(line, prompt, flat, start)
+        if start + sum(len(turn.context_ids) + len(turn.completion.token_ids) for turn in rollout.turns) != end:
+            raise ValueError("an answer has another length than its tokens")
+        group.rollouts.append(rollout)
     return list(groups.values())
 
 
@@ -266,7 +296,7 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             entropy=from_json(turn.get("entropy")),
             version_spans=tuple((version, tokens) for version, tokens in turn.get("version_spans", ())),
         )
-        reward, masked = from_json(turn.get("reward", 0.0)), turn.get("masked", False)
+        reward, masked = _number(turn.get("reward", 0.0)), turn.get("masked", False)
         turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward, masked))
         for name, values in trained.items():
             values += [] if masked else flat[name][written:end]
@@ -276,8 +306,8 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         sample=line["sample"],
         turns=turns,
         verdict=line["verdict"] and _read_verdict(line["verdict"]),
-        reward=from_json(line["reward"]),
-        advantage=from_json(line["advantage"]),
+        reward=_number(line["reward"]),
+        advantage=_number(line["advantage"]),
         token_advantages=trained["token_advantages"] if line.get("by_token") else None,
         masked=line["masked"],
         cut_off=line.get("cut_off", False),
@@ -288,11 +318,18 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
     )
 
 
+def _number(saved: Any) -> float:
+    value = from_json(saved)
+    if type(value) not in (int, float):
+        raise TypeError(f"{str(saved)[:80]!r} is not a number")
+    return float(value)
+
+
 def _unless_missing(values: list[float] | None) -> list[float] | None:
     """None for a rollout whose values were not computed."""
     return values if values and not math.isnan(values[0]) else None
 
 
 def _read_verdict(saved: dict[str, Any]) -> Verdict:
-    parts = {name: from_json(value) for name, value in saved["parts"].items()}
-    return Verdict(from_json(saved["reward"]), Status(saved["status"]), saved["parsed"], parts, saved["detail"])
+    parts = {name: _number(value) for name, value in saved["parts"].items()}
+    return Verdict(_number(saved["reward"]), Status(saved["status"]), saved["parsed"], parts, saved["detail"])

@@ -268,7 +268,11 @@ class ReplayBuffer:
         settings = read_json(folder / SETTINGS)
         if not settings or not rollout_path(folder, 0).exists():
             raise UserError(f"{folder} is not a replay buffer: give a folder that ReplayBuffer.save has written")
-        return cls(**settings, groups=deque(read_rollouts(folder, 0)))
+        groups = deque(read_rollouts(folder, 0))
+        try:
+            return cls(**settings, groups=groups)
+        except (TypeError, OverflowError) as error:
+            raise UserError(f"{folder / SETTINGS} is damaged ({error}): give another replay buffer") from error
 
     def summary(self, version: int | None = None) -> str:
         """A description: one line for the buffer, and one per policy version that sampled groups in it."""
