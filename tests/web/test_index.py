@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,44 @@ def test_a_damaged_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
             connection.execute(statement)
     index = updated(path)
     assert indexed(index) == STANDARD and index.problem is None
+
+
+@pytest.mark.parametrize("column", ["rows", "prompts", "stamp", "problems"])
+def test_changed_values_in_the_index_are_found_and_read_again(tmp_path: Path, column: str) -> None:
+    """Otherwise the page would show other rewards than the run has."""
+    path = standard_run(tmp_path)
+    index = updated(path)
+    before = {file.name: file.rows.tobytes() for file in index.files.values()}
+    with closing(sqlite3.connect(index.store.path, isolation_level=None)) as connection:
+        (value,) = connection.execute(f"SELECT CAST({column} AS BLOB) FROM files ORDER BY id").fetchone()
+        changed = bytes([value[0] ^ 128]) + value[1:]
+        kind = "BLOB" if column == "rows" else "TEXT"
+        connection.execute(f"UPDATE files SET {column} = CAST(? AS {kind}) WHERE id = 1", (changed,))
+    again = updated(path)
+    assert {file.name: file.rows.tobytes() for file in again.files.values()} == before and again.problem is None
+
+
+def test_texts_that_cannot_be_read_are_indexed_again(tmp_path: Path) -> None:
+    index = updated(standard_run(tmp_path))
+    with closing(sqlite3.connect(index.store.path, isolation_level=None)) as connection:
+        connection.execute("DROP TABLE texts")
+    assert index.store.texts(min(index.files)) == b""
+    while index.update():
+        pass
+    assert index.store.texts(min(index.files)) and index.problem is None
+
+
+def test_an_index_that_is_a_folder_is_not_used(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    store = Store.of(path).path
+    store.mkdir()
+    assert indexed(updated(path)) == STANDARD and not any(store.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change the owner of a folder")
+def test_the_cache_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
+    os.chown(cache_folder(), 12345, -1)
+    assert not Store.of(tmp_path).path.is_relative_to(os.environ["XDG_CACHE_HOME"])
 
 
 def test_a_locked_index_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

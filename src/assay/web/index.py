@@ -32,7 +32,7 @@ from assay.runs.rollouts import SCHEMA
 from assay.types import Finish, Status, describe_error
 from assay.web.folder import Refused, RunFolder, finite_number, stamp_of
 
-VERSION = 1  # of the database; another version is rebuilt
+VERSION = 2  # of the database; another version is rebuilt
 TRAIN = "train"  # name of the source of training rollouts; evaluations are named after their files
 SKIPPED = "skipped"  # batches whose update was skipped
 FOLDERS = {TRAIN: "rollouts", SKIPPED: "skipped", "eval": "evals"}
@@ -58,10 +58,18 @@ ROW = np.dtype(
 _CODES = {name: code for code, name in enumerate(STATUSES)}
 _FINISH_CODES = {name: code for code, name in enumerate(FINISHES)}
 _STEP_FILE = re.compile(r"step-(\d{6,9})(?:-(.+))?\.jsonl")
-_DAMAGE = ("malformed", "not a database", "no such table", "no such column", "disk image", "encrypted")
+_DAMAGE = (
+    "malformed",
+    "not a database",
+    "no such table",
+    "no such column",
+    "disk image",
+    "encrypted",
+    "decode to UTF-8",
+)
 _TABLES = (
     "CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, stamp TEXT, rows BLOB, prompts TEXT, "
-    "problems TEXT, previews BLOB)",
+    "problems TEXT, digest BLOB, previews BLOB)",
     "CREATE TABLE texts (id INTEGER PRIMARY KEY, texts BLOB)",
 )
 
@@ -338,8 +346,8 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "assay" / "view"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} is not writable")
+    if folder.stat().st_uid != os.geteuid() or not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} belongs to another user, or is not writable")
     return folder
 
 
@@ -356,8 +364,14 @@ def _delete(path: Path) -> None:
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
-def is_damage(error: sqlite3.Error) -> bool:
+def digest_of(*facts: Any) -> bytes:
+    return hashlib.blake2b(repr(facts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def is_damage(error: Exception) -> bool:
     """Whether the database must be rebuilt. A locked database or a full disk are no damage."""
+    if isinstance(error, UnicodeDecodeError):  # a text of the database itself, e.g. in its schema
+        return True
     return isinstance(error, sqlite3.DatabaseError) and any(text in str(error) for text in _DAMAGE)
 
 
@@ -366,20 +380,21 @@ class Store:
     """The database of one run. Each call opens it, so that threads and processes do not share connections."""
 
     path: Path
+    damaged: bool = False  # found while reading; `RunIndex.update` then rebuilds it
     _temporary: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, run_path: Path) -> Store:
         """In the user's cache folder, or in a temporary one if that is not writable."""
-        temporary = None
-        try:
+        name = hashlib.sha256(os.fsencode(run_path.resolve())).hexdigest()[:32] + ".sqlite"
+        with suppress(OSError, RuntimeError):  # there may be no home folder
             folder = cache_folder()
             delete_unused(folder)
-        except (OSError, RuntimeError):  # there may be no home folder
-            temporary = tempfile.TemporaryDirectory(prefix="assay-view-")
-            folder = Path(temporary.name)
-        name = hashlib.sha256(os.fsencode(run_path.resolve())).hexdigest()[:32]
-        return cls(folder / f"{name}.sqlite", temporary)
+            path = folder / name
+            if path.is_file() or not os.path.lexists(path):
+                return cls(path)
+        temporary = tempfile.TemporaryDirectory(prefix="assay-view-")
+        return cls(Path(temporary.name) / name, _temporary=temporary)
 
     def connect(self) -> closing[sqlite3.Connection]:
         """A connection to a database with the current schema."""
@@ -408,27 +423,25 @@ class Store:
 
     def reset(self) -> None:
         _delete(self.path)
+        self.damaged = False
 
     def load(self, known: Mapping[int, IndexedFile]) -> dict[int, IndexedFile]:
         """All files of the index. Those that are known already are not read again."""
         with self.connect() as connection:
             ids = [row[0] for row in connection.execute("SELECT id FROM files")]
             fresh = [number for number in ids if number not in known]
-            query = "SELECT id, name, stamp, rows, prompts, problems FROM files WHERE id = ?"
+            query = "SELECT id, digest, name, stamp, rows, prompts, problems FROM files WHERE id = ?"
             rows = [connection.execute(query, (number,)).fetchone() for number in fresh]
-        try:
-            loaded = {row[0]: self._file(*row) for row in rows if row}
-        except (ValueError, TypeError, AssertionError) as error:
-            raise sqlite3.DatabaseError(f"malformed: {error}") from error
+        loaded = {row[0]: self._file(*row) for row in rows if row}
         return {number: known.get(number) or loaded[number] for number in ids if number in known or number in loaded}
 
-    def _file(self, number: int, name: str, stamp: str, rows: bytes, prompts: str, problems: str) -> IndexedFile:
+    def _file(
+        self, number: int, digest: bytes, name: str, stamp: str, rows: bytes, prompts: str, problems: str
+    ) -> IndexedFile:
+        if digest != digest_of(name, stamp, rows, prompts, problems):
+            raise sqlite3.DatabaseError("malformed: a row was changed")
         pairs = [(identifier, question) for identifier, question in json.loads(prompts)]
-        file = IndexedFile(number, name, stamp, np.frombuffer(rows, ROW), pairs, json.loads(problems))
-        assert file.place
-        if len(file.rows) and not 0 <= file.rows["prompt"].min() <= file.rows["prompt"].max() < len(file.prompts):
-            raise ValueError("a row has no prompt")
-        return file
+        return IndexedFile(number, name, stamp, np.frombuffer(rows, ROW), pairs, json.loads(problems))
 
     def write(self, name: str, stamp: str, content: Content) -> None:
         facts = (name, stamp, content.rows.tobytes(), json.dumps(content.prompts), json.dumps(content.problems))
@@ -439,8 +452,8 @@ class Store:
                 return
             if found is not None:
                 self._delete_rows(connection, found[0])
-            insert = "INSERT INTO files (name, stamp, rows, prompts, problems, previews) VALUES (?,?,?,?,?,?)"
-            number = connection.execute(insert, (*facts, content.previews)).lastrowid
+            insert = "INSERT INTO files (name, stamp, rows, prompts, problems, digest, previews) VALUES (?,?,?,?,?,?,?)"
+            number = connection.execute(insert, (*facts, digest_of(*facts), content.previews)).lastrowid
             connection.execute("INSERT INTO texts VALUES (?, ?)", (number, content.texts))
 
     def delete(self, ids: Sequence[int]) -> None:
@@ -455,18 +468,25 @@ class Store:
 
     def texts(self, number: int) -> bytes:
         """The texts of a file, as `fold` returns them, each with END after it; empty if it was deleted."""
-        with self.connect() as connection:
-            row = connection.execute("SELECT texts FROM texts WHERE id = ?", (number,)).fetchone()
-        return row[0] if row else b""
+        return self._blobs("SELECT texts FROM texts WHERE id = ?", [(number,)])[0]
 
     def previews(self, wanted: Sequence[tuple[int, int, int]]) -> list[str]:
         """The beginnings of answers, by file, first byte and end."""
-        query = "SELECT substr(previews, ?, ?) FROM files WHERE id = ?"
         places = [(start + 1, end - start, number) for number, start, end in wanted]
-        with self.connect() as connection:
-            found = [connection.execute(query, place).fetchone() for place in places]
+        found = self._blobs("SELECT substr(previews, ?, ?) FROM files WHERE id = ?", places)
+        return [blob.decode("utf-8", "ignore") for blob in found]
+
+    def _blobs(self, query: str, parameters: Sequence[tuple[int, ...]]) -> list[bytes]:
+        """The blob that each query finds; empty if there is none, or if the database is damaged."""
+        try:
+            with self.connect() as connection:
+                found = [connection.execute(query, values).fetchone() for values in parameters]
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self.damaged, found = True, [None] * len(parameters)
         # A part of an empty blob is NULL.
-        return [bytes(row[0] or b"").decode("utf-8", "ignore") if row else "" for row in found]
+        return [row[0] if row and isinstance(row[0], bytes) else b"" for row in found]
 
 
 class RunIndex:
@@ -486,7 +506,7 @@ class RunIndex:
         """Read new and changed files for some seconds. Returns whether there are more."""
         try:
             more = self._update(time.monotonic() + seconds)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             if is_damage(error):
                 self.store.reset()
                 self.files, self._loaded = {}, False
@@ -499,6 +519,8 @@ class RunIndex:
         return more
 
     def _update(self, deadline: float) -> bool:
+        if self.store.damaged:
+            raise sqlite3.DatabaseError("malformed: found while reading")
         self.names = dict(self._listed())
         if not self._loaded:
             self.files, self._loaded = self.store.load({}), True
