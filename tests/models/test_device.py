@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from assay.models import device as module
 from assay.models import pick_device, pick_dtype
 from assay.models.device import (
     THREAD_VARIABLES,
+    check_compile_cache,
     choose_threads,
     default_threads,
     describe_threads,
@@ -129,6 +133,27 @@ def test_several_threads_on_a_busy_machine_are_pointed_out(four_threads, monkeyp
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     torch.set_num_threads(threads)
     assert text in describe_threads() and ("busy" in describe_threads()) == (load > 99)
+
+
+@pytest.mark.parametrize("planted", ["none", "own", "writable", "link"])
+def test_compiled_code_is_not_loaded_from_a_folder_of_others(tmp_path, monkeypatch, planted):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")  # restored after the test
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(default_cache_dir())
+    assert folder.parent == tmp_path
+    if planted == "link":
+        folder.symlink_to("/tmp")
+    elif planted != "none":
+        folder.mkdir()
+        folder.chmod(0o777 if planted == "writable" else 0o755)
+    if planted in ("none", "own"):
+        check_compile_cache()
+        assert Path(cache_dir()) == folder
+    else:
+        with pytest.warns(UserWarning, match="TORCHINDUCTOR_CACHE_DIR"):
+            check_compile_cache()
+        assert Path(cache_dir()).stat().st_mode & 0o777 == 0o700 and Path(cache_dir()) != folder
 
 
 def test_a_cpu_has_no_gpu_memory():

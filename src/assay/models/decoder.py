@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
 from assay.models.base import LoadReport, PolicyModel, autocast_dtype
+from assay.models.device import check_compile_cache
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
 
@@ -195,6 +196,7 @@ class Decoder(PolicyModel):
         `bridged`: compile the end of one layer and the start of the next as one piece, which halves the number of
         calls; not possible with hooks on whole layers, as FSDP has.
         """
+        check_compile_cache()
         self.compiled_bridge = torch.compile(bridge, dynamic=True) if bridged else None
         for layer in self.model.layers:
             assert isinstance(layer, Layer)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
+import warnings
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -127,6 +131,30 @@ def uses_triton(device: torch.device) -> bool:
     except ImportError:  # some builds of torch lack it: slower, but works
         return False
     return True
+
+
+def check_compile_cache() -> None:
+    """Keep torch.compile from loading code that another user has put into its folder: it has a predictable name in the
+    folder for temporary files, where everyone may write."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ or not hasattr(os, "geteuid"):
+        return
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = Path(default_cache_dir())
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        info = folder.lstat()
+        is_safe = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & stat.S_IWOTH
+    except OSError:
+        is_safe = False
+    if not is_safe:
+        private = tempfile.mkdtemp(prefix="assay-compile-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = private
+        warnings.warn(
+            f"{folder} belongs to another user or everyone may write to it: compiled code is stored in {private} "
+            "(TORCHINDUCTOR_CACHE_DIR sets a folder)",
+            stacklevel=2,
+        )
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
