@@ -97,8 +97,9 @@ def test_a_server_that_refuses_to_join_the_group_is_reported_at_once(
 
 
 def join_group(port: int, results: Any) -> None:
-    """A worker of a server: receives all weights through a process group."""
-    group = weight_group("127.0.0.1", port, 1, 2, "gloo")
+    """A worker of a server: receives all weights through a process group, which it joins as SGLang's workers do."""
+    store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
+    group = weight_group(store, 1, 2, "gloo")
     for _ in range(2):
         tensor = torch.zeros(3)
         dist.broadcast(tensor, group=group, group_src=0)

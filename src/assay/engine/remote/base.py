@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from assay.config import ServerConfig, SGLangConfig, VLLMConfig
 from assay.endpoint import LoopThread
 from assay.engine.base import (
     Capabilities,
@@ -53,7 +52,7 @@ from assay.engine.remote.http import (
     ServerUnreachable,
     allowed_connections,
 )
-from assay.engine.remote.launch import LaunchedServers, SaveTokenizer, api_key
+from assay.engine.remote.launch import LaunchedServers
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.supervise import SupervisedServers
 from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
@@ -162,7 +161,6 @@ class RequestQueue:
 class RemoteEngine(RequestQueue, SupervisedServers, ABC):
     """Implements `Engine` for servers. See the description of this module."""
 
-    settings: ServerConfig | VLLMConfig | SGLangConfig
     splits_samples: ClassVar[bool] = True  # one HTTP request per sample; False: one for all samples of a request
 
     def __init__(
@@ -202,14 +200,6 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         except BaseException:
             self._close()
             raise
-
-    def _servers(
-        self, ranks: Ranks, launched: LaunchedServers | None, model: PolicyModel, save_tokenizer: SaveTokenizer | None
-    ) -> tuple[list[str], str]:
-        """URLs and key of the servers in the settings; if there are none, the main rank starts `launched`."""
-        if self.settings.urls:
-            return self.settings.urls, api_key(self.settings, self.section)
-        return ranks.on_main(lambda: (launched.start(model, save_tokenizer), launched.key))  # type: ignore[union-attr]
 
     @property
     def has_weights(self) -> bool:

@@ -66,8 +66,8 @@ class LaunchedServers(ABC):
     def _check(self, model: PolicyModel) -> None:  # noqa: B027
         """Raise a `UserError` if the servers cannot serve this model, or prepare for it."""
 
-    def start(self, model: PolicyModel, save_tokenizer: SaveTokenizer | None) -> list[str]:
-        """Start all servers, without the model's weights: the first update sends them. Returns the URLs.
+    def start(self, model: PolicyModel, save_tokenizer: SaveTokenizer | None) -> tuple[list[str], str]:
+        """Start all servers, without the model's weights: the first update sends them. Returns the URLs and the key.
 
         When it returns, the servers are ready. If one of them does not start, all are stopped.
         """
@@ -87,7 +87,7 @@ class LaunchedServers(ABC):
         except BaseException:
             self.close()
             raise
-        return list(self.programs)
+        return list(self.programs), self.key
 
     def _start_here(self, max_length: int) -> None:
         for index in range(self.count):

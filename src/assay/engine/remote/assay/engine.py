@@ -26,7 +26,7 @@ from assay.engine.remote.http import (
     ServerUnreachable,
     allowed_connections,
 )
-from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.launch import SaveTokenizer, api_key
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
 from assay.engine.sequence import Job
@@ -54,7 +54,11 @@ class AssayEngine(RemoteEngine):
         self.settings = settings or ServerConfig()
         ranks = Ranks(opts.group)
         launched = LaunchedAssay(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = self._servers(ranks, launched, model, save_tokenizer)
+        urls, key = (
+            (self.settings.urls, api_key(self.settings, self.section))
+            if self.settings.urls
+            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
+        )
         # Of the event loop: requests that were added since the last step, and batches of requests by id.
         self.queued: list[RunningRequest] = []
         self.batches: dict[int, list[Any]] = {}

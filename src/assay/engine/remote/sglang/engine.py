@@ -22,7 +22,7 @@ from torch import Tensor
 from assay.config import SGLangConfig
 from assay.engine.base import Capabilities, EngineOptions, Event
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable
-from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.launch import SaveTokenizer, api_key
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.sglang.servers import MARGIN, LaunchedSGLang
@@ -65,7 +65,11 @@ class SGLangEngine(PausableEngine):
             raise missing_extra("engine sglang", "sglang")
         ranks = Ranks(opts.group)
         launched = LaunchedSGLang(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = self._servers(ranks, launched, model, save_tokenizer)
+        urls, key = (
+            (self.settings.urls, api_key(self.settings, self.section))
+            if self.settings.urls
+            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
+        )
         self.architecture = architecture_of(model)
         self.served: dict[str, SGLangServer] = {}  # by URL
         self.sender = SGLangSender(self, self.served)

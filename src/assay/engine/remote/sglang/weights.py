@@ -175,11 +175,15 @@ class GroupTransport(NcclTransport):
     """
 
     backend = "nccl"
-    store: dist.Store | None = None  # of the group
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, host: str) -> None:
+        super().__init__(device, dtype, host)
+        self.store: dist.Store | None = dist.TCPStore(host, self.port, None, True, wait_for_workers=False)
+        limit = dist.distributed_c10d.default_pg_timeout
+        self.client = dist.TCPStore(host, self.port, None, False, limit, wait_for_workers=False)
 
     def connect(self, world_size: int) -> None:
-        self.store = dist.TCPStore(self.host, self.port, world_size, True, wait_for_workers=False)
-        self.communicator = weight_group(self.host, self.port, 0, world_size, self.backend)
+        self.communicator = weight_group(self.client, 0, world_size, self.backend)
 
     def abort(self) -> None:
         self.store = None  # ends the wait for other processes in `connect`
@@ -207,7 +211,7 @@ def explained() -> Iterator[None]:
         ) from None
 
 
-def weight_group(host: str, port: int, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
+def weight_group(store: dist.Store, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
     """A process group beside the default one, with processes that are not in the default one.
 
     torch has no public function for it. SGLang's workers make theirs with the same calls, and keys of the store must be
@@ -215,11 +219,10 @@ def weight_group(host: str, port: int, rank: int, world_size: int, backend: str)
     """
     from torch.distributed import distributed_c10d as c10d
 
-    limit = {"timeout": c10d.default_pg_timeout}
-    store = dist.TCPStore(host, port, world_size, False, wait_for_workers=False, **limit)
+    limit = c10d.default_pg_timeout
     keys = c10d.PrefixStore(GROUP, store)
     group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), **limit
+        world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), timeout=limit
     )
     c10d._world.pg_group_ranks[group] = {one: one for one in range(world_size)}
     return group

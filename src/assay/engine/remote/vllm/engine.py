@@ -23,7 +23,7 @@ from torch import Tensor
 from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
-from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.launch import SaveTokenizer, api_key
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.vllm.servers import LaunchedVLLM
@@ -70,7 +70,11 @@ class VLLMEngine(PausableEngine):
             raise missing_extra("engine vllm", "vllm")
         ranks = Ranks(opts.group)
         launched = LaunchedVLLM(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = self._servers(ranks, launched, model, save_tokenizer)
+        urls, key = (
+            (self.settings.urls, api_key(self.settings, self.section))
+            if self.settings.urls
+            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
+        )
         self.tied = isinstance(model, Decoder) and model.spec.tied
         self.models: dict[str, ServedModel] = {}  # by URL
         self.sender = WeightSender(self, self.models)
