@@ -28,7 +28,7 @@ MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
 MAX_LINE = 16 * 2**20  # bytes of a line of metrics
 MAX_VALUES = 2_000_000  # of metrics that are kept for curves
 MAX_DAMAGED = 1000  # lines of metrics that are listed as problems
-BATCH = 5000  # rows that are read before they are moved to the columns
+BATCH = 10_000  # rows that are read before they are moved to the columns
 NUMBERS = {int, float}  # types of the values of metrics
 DIAGNOSED = 10_000  # last training steps that the doctor examines, besides the first ones
 MAX_DEPTH = 100  # of nested lists and dictionaries
@@ -350,14 +350,14 @@ class MetricsFile:
             for name, column in zip(names, values, strict=True):
                 finite = np.isfinite(column)
                 if finite.any():
-                    earlier = [self.columns[name]] if name in self.columns else []
-                    parts.setdefault(name, earlier).append((numbers[finite], column[finite]))
+                    parts.setdefault(name, []).append((numbers[finite], column[finite]))
         self._new = {}
         for name, columns in parts.items():
             numbers, column = map(np.concatenate, zip(*columns, strict=True))
             order = np.argsort(numbers)
-            self.columns[name] = numbers[order], column[order]
             self.last[name] = float(column[order[-1]])
+            before = self.columns.get(name, (np.empty(0), np.empty(0)))
+            self.columns[name] = np.append(before[0], numbers[order]), np.append(before[1], column[order])
         if "step" in parts:
             self.last["step"] = int(self.columns["step"][1].max())
         del self._steps[FIRST:-DIAGNOSED]
