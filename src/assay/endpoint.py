@@ -370,7 +370,9 @@ def retry_after(headers: Mapping[str, str]) -> float:
     with suppress(ValueError):
         return max(0.0, float(value))
     with suppress(ValueError, TypeError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        # Relative to the endpoint's own clock if it tells the time: this machine's may be wrong by hours.
+        now = parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
+        return max(0.0, parsedate_to_datetime(value).timestamp() - now)
     return 0.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from assay.config import TrainConfig
@@ -25,12 +24,10 @@ class RunParts:
     summary: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    metrics_time: float | None = None  # when metrics.jsonl was written last, in seconds since the epoch
 
 
 def describe(run: Run) -> dict[str, Any]:
     """Facts about a run. Raises if one of its files is damaged."""
-    metrics = run.path / "metrics.jsonl"
     parts = RunParts(
         state=run.state,
         config=read_config(run),
@@ -38,7 +35,6 @@ def describe(run: Run) -> dict[str, Any]:
         summary=run.read_summary(),
         status=run.read_status(),
         environment=read_json(run.path / "environment.json"),
-        metrics_time=metrics.stat().st_mtime if metrics.is_file() else None,
     )
     return facts_of(parts, run.name, str(run.path))
 
@@ -61,7 +57,7 @@ def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
         "answers": last(rows, "sampling/answers"),
         "budget": lookup(config, "train", "budget") or None,
         "reward": last(rows, "reward/mean"),
-        "wall_s": summary.get("wall_s", measured_time(parts)),
+        "wall_s": summary.get("wall_s", last(rows, "time/wall")),
         "config": config,
     }
     facts |= {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
@@ -94,14 +90,6 @@ def lookup(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
-
-
-def measured_time(parts: RunParts) -> float | None:
-    """Seconds from the start to the last metrics, for a run without a summary."""
-    started = parts.environment.get("started")
-    if not started or parts.metrics_time is None:
-        return None
-    return max(parts.metrics_time - datetime.fromisoformat(started).timestamp(), 0.0)
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -181,17 +181,8 @@ class RunFolder:
         if self.metrics.incomplete and state != "running":
             problems = [*problems, "metrics.jsonl ends with an incomplete line"]
         problems = [p for p in (config_problem, *(p for _, p in read.values())) if p] + list(problems)
-        stamp = self.metrics.stamp
-        parts = RunParts(
-            state,
-            config,
-            [self.metrics.last] if self.metrics.last else [],
-            summary,
-            status,
-            read["environment"][0],
-            stamp[1] / 1e9 if stamp else None,
-        )
-        return parts, problems
+        rows = [self.metrics.last] if self.metrics.last else []
+        return RunParts(state, config, rows, summary, status, read["environment"][0]), problems
 
     def facts(self) -> tuple[dict[str, Any], list[str]]:
         """See `assay.runs.facts`: values of unexpected types are left out."""
