@@ -43,3 +43,7 @@ def test_pair_is_an_interval_only_beside_an_explicit_set() -> None:
 def test_strict_rejects_an_end_that_is_not_evaluated() -> None:
     assert same_real_set("x > 1 + 1", "(2, \\infty)", strict=False) is True
     assert same_real_set("x > 1 + 1", "(2, \\infty)", strict=True) is None
+
+
+def test_answer_to_a_solved_inequality_must_be_solved() -> None:
+    assert same_real_set("2x > 4", "x > 2", strict=False) is False

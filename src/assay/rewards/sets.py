@@ -61,13 +61,16 @@ class RealSet:
 
 
 def same_real_set(answer: str, gold: str, strict: bool) -> bool | None:
-    """Compare two sets of real numbers. None: one of them is not such a set, or neither is clearly one."""
+    """Compare two sets of real numbers. None: one of them is not such a set, or neither is clearly one.
+
+    An answer to a solved inequality must be solved too.
+    """
     if not (_EXPLICIT.search(gold) or _EXPLICIT.search(answer)):
         return None
     theirs = _read_gold(gold)
     ours = read_real_set(answer, strict) if theirs is not None else None
     if ours is None or theirs is None:
-        return None
+        return False if theirs is not None and theirs.variable else None
     return (not ours.variable or not theirs.variable or ours.variable == theirs.variable) and ours.same(theirs)
 
 
