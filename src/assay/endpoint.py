@@ -14,8 +14,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -135,13 +135,14 @@ class Endpoint:
             ):
                 if response.status_code != 200:
                     self._check(path, await read_answer(response, timeout_s=limit))
-                async for line in read_lines(response, timeout_s=limit):
-                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                    if data == "[DONE]":
-                        return
-                    if data:
-                        begun = True
-                        receive(self._object(path, data))
+                async with aclosing(read_lines(response, timeout_s=limit)) as lines:
+                    async for line in lines:
+                        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                        if data == "[DONE]":
+                            return
+                        if data:
+                            begun = True
+                            receive(self._object(path, data))
 
         try:
             await self._with_retries(path, attempt, lambda: not begun)
@@ -302,32 +303,34 @@ async def read_answer(response: Any, max_bytes: int = MAX_BYTES, timeout_s: floa
     return Answer(response.status_code, body.decode(errors="replace"), response.headers, response.reason_phrase)
 
 
-async def read_lines(response: Any, max_bytes: int = MAX_BYTES, timeout_s: float = 0) -> AsyncIterator[str]:
+async def read_lines(response: Any, max_bytes: int = MAX_BYTES, timeout_s: float = 0) -> AsyncGenerator[str, None]:
     """The lines of an answer as they arrive. `timeout_s`: time limit of the next whole line."""
-    parts, buffer = body_parts(response, max_bytes), bytearray()
-    part: bytes | None = b""
-    while part is not None:
-        async with asyncio.timeout(timeout_s or None):
-            while (part := await anext(parts, None)) is not None and b"\n" not in part:
-                buffer += part
-        buffer += part or b""
-        *lines, buffer = buffer.split(b"\n")
-        for line in lines:
-            yield line.decode(errors="replace")
+    buffer, part = bytearray(), b"?"
+    async with aclosing(body_parts(response, max_bytes)) as parts:
+        while part:
+            async with asyncio.timeout(timeout_s or None):
+                while part := await anext(parts, b""):
+                    buffer += part
+                    if b"\n" in part:
+                        break
+            *lines, buffer = buffer.split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace")
     if buffer:
         yield buffer.decode(errors="replace")
 
 
-async def body_parts(response: Any, max_bytes: int) -> AsyncIterator[bytes]:
+async def body_parts(response: Any, max_bytes: int) -> AsyncGenerator[bytes, None]:
     """The body of an answer as it arrives. Raises `BadBody`."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         raise BadBody(f"an answer with content encoding {shortened(encoding, 30)!r}, which assay does not accept")
     size = 0
-    async for part in response.aiter_raw():
-        size += len(part)
-        if size > max_bytes:
-            raise BadBody(f"an answer of more than {max_bytes:,} bytes")
-        yield part
+    async with aclosing(response.aiter_raw()) as parts:
+        async for part in parts:
+            size += len(part)
+            if size > max_bytes:
+                raise BadBody(f"an answer of more than {max_bytes:,} bytes")
+            yield part
 
 
 def parse_json(text: str) -> Any:

@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import logits_after, small_decoder, small_spec
-from http_parts import SmallServer, small_server
+from http_parts import Answer, SmallServer, small_server
 from sglang_parts import RULES, FakeSGLang, problem_of
 
 from assay.config import SGLangConfig
 from assay.engine import make_engine
 from assay.engine.base import Finished, Request, SamplingParams, generate
 from assay.engine.check import ScaledWeights, check_engine
+from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.sglang.engine import SGLangEngine, architecture_of
 from assay.engine.remote.transport import IpcTransport
 from assay.models.fingerprint import fingerprint
@@ -288,11 +289,38 @@ def test_garbage_in_answers_fails_the_request_alone() -> None:
             (4, "the log-probability None"),
             (5, "0 tokens, where 1 to 5"),
             (6, "the finish reason 'odd'"),
-            (7, "tokens, where 1 to 7 of the vocabulary"),
+            (7, "tokens, where 0 to 7 of the vocabulary"),
         ):
             with pytest.raises(UserError, match=message):
                 generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=length), 0)])
         assert generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"), [("/server_info", {"pp_size": [61]}), ("/server_info", {"tp_size": -1}), ("/model_info", None)]
+)
+def test_garbage_at_the_start_is_one_line(path: str, changes: Any) -> None:
+    fake = FakeSGLang(POLICY, decode)
+
+    def broken(at: str, body: Any) -> Answer:
+        status, answer = fake(at, body)
+        return status, ({**answer, **changes} if changes else [answer]) if at == path else answer
+
+    broken.refused = fake.refused  # type: ignore[attr-defined]
+    with pytest.raises(ServerGarbage), sglang(broken):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.parametrize("version", ["default", "2"])
+def test_weights_of_a_restarted_server_are_not_used(version: str) -> None:
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake) as (engine, _):
+        engine.update_weights(POLICY, 3)
+        request = Request(PROMPT, SamplingParams(max_new_tokens=2), 0)
+        assert generate(engine, [request])
+        fake.version = version
+        with pytest.raises(UserError, match=f"weights of version {version}, not 3: it was restarted"):
+            generate(engine, [request])
 
 
 def test_a_slow_server_is_reported_after_the_time_limit() -> None:

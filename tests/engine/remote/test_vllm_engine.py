@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import logits_after, small_decoder, small_spec
-from http_parts import SmallServer, small_server
+from http_parts import Answer, SmallServer, small_server
 from vllm_parts import FakeVLLM
 
 from assay.config import VLLMConfig
 from assay.engine import make_engine
 from assay.engine.base import Finished, Request, SamplingParams, generate
 from assay.engine.check import ScaledWeights, check_engine
+from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.pausable import sample_seed
 from assay.engine.remote.vllm.engine import VLLMEngine
 from assay.models.fingerprint import fingerprint
@@ -210,14 +211,53 @@ def test_garbage_in_completions_fails_the_request_alone() -> None:
     class Broken(FakeVLLM):
         def complete(self, body: dict[str, Any]) -> Any:
             status, answer = super().complete(body)
-            if body.get("max_tokens") == 3:
-                answer["choices"][0].pop("token_ids")
+            choice = answer["choices"][0]
+            match body.get("max_tokens"):
+                case 3:
+                    del choice["token_ids"]
+                case 4:
+                    choice["finish_reason"] = ["stop"]
+                case 5:
+                    choice["logprobs"]["token_logprobs"] = -1
+                case 6:
+                    answer["choices"] *= 2
+                case 7:
+                    choice["token_ids"] = "tokens"
             return status, answer
 
     with vllm(Broken(POLICY, decode)) as (engine, _):
-        with pytest.raises(UserError, match="no token ids or no log-probabilities"):
-            generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=3), 0)])
+        for length, message in (
+            (3, "no token ids or no log-probabilities"),
+            (4, "the finish reason"),
+            (5, "not one log-probability for each of"),
+            (6, "no token ids or no log-probabilities"),
+            (7, "not a list of tokens"),
+        ):
+            with pytest.raises(UserError, match=message):
+                generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=length), 0)])
         assert generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/models", {"data": [-1]}),
+        ("/v1/models", {"data": [{"id": "policy", "max_model_len": float("inf")}]}),
+        ("/v1/models", b"[" * 100_000),
+        ("/server_info", {"vllm_config": "text"}),
+        ("/server_info", {"vllm_config": {"parallel_config": 61}}),
+        ("/is_sleeping", [True]),
+    ],
+)
+def test_garbage_at_the_start_is_one_line(path: str, answer: Any) -> None:
+    fake = FakeVLLM(POLICY, decode)
+
+    def broken(at: str, body: Any) -> Answer:
+        return (200, answer) if at.startswith(path) else fake(at, body)
+
+    with pytest.raises(ServerGarbage) as error, vllm(broken):  # type: ignore[arg-type]
+        pass
+    assert "\n" not in str(error.value)
 
 
 def test_sleeping_servers_are_woken_for_an_update_and_paused_around_it() -> None:

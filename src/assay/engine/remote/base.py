@@ -267,11 +267,17 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         **more: Any,
     ) -> Completion:
         """A completion of what a server returned, if its tokens and log-probabilities are valid."""
-        ids = token_ids if isinstance(token_ids, list) else []
-        if not 0 < len(ids) <= job.limit or not all(type(one) is int and 0 <= one < self.vocab_size for one in ids):
-            raise self.garbage(f"{len(ids)} tokens, where 1 to {job.limit} of the vocabulary were expected")
+        ids = self._valid_ids(token_ids, job.limit, least=1)
         engine, sampling = (self.valid_logprobs(one, len(ids)) for one in (engine_logprobs, sampling_logprobs))
         return Completion(ids, engine, sampling, finish, version, **more)
+
+    def _valid_ids(self, ids: Any, limit: int, least: int = 0) -> list[int]:
+        """Tokens that a server returned, if they are in the vocabulary and not too many."""
+        if not isinstance(ids, list):
+            raise self.garbage("something that is not a list of tokens")
+        if not least <= len(ids) <= limit or not all(type(one) is int and 0 <= one < self.vocab_size for one in ids):
+            raise self.garbage(f"{len(ids)} tokens, where {least} to {limit} of the vocabulary were expected")
+        return ids
 
     # -- the interface
 

@@ -6,9 +6,9 @@ import asyncio
 import resource
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
@@ -248,6 +248,16 @@ class HttpServers:
             raise self.garbage(f"{shortened(str(answer), 80)!r}, which has no valid '{name}'")
         return answer[name]
 
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Exceptions of code that reads an answer of another form become an error: a server returned `what`."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration):
+            raise self.garbage(what) from None
+
     def valid_logprobs(self, values: Any, count: int) -> list[float]:
         """Log-probabilities of this number of tokens. Rounding errors above 0 stay, as in the native engine."""
         if not isinstance(values, list) or len(values) != count:
@@ -268,15 +278,19 @@ class HttpServers:
             text = text.replace(secret, "***")
         return text
 
-    async def post_for_lines(self, server: Server, path: str, payload: Any, tokens: int = 0) -> AsyncIterator[Any]:
+    async def post_for_lines(
+        self, server: Server, path: str, payload: Any, tokens: int = 0
+    ) -> AsyncGenerator[Any, None]:
         """Send a request; the lines of the answer as they arrive, as JSON. `tokens`: see `request`."""
         limit = self.timeout_s
         with self._reported(server, path, limit):
             async with opened(server.client, "POST", server.target(path), payload, limit) as response:
                 if response.status_code != 200:
                     self._content(server, path, await read_answer(response, max_bytes(0), limit))
-                async for line in read_lines(response, max_bytes(tokens), limit):
-                    yield self._json(line)
+                    raise self.garbage(f"status {response.status_code} instead of lines")
+                async with aclosing(read_lines(response, max_bytes(tokens), limit)) as lines:
+                    async for line in lines:
+                        yield self._json(line)
 
     @contextmanager
     def _reported(self, server: Server, path: str, limit: float) -> Iterator[None]:

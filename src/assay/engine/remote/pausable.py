@@ -57,6 +57,9 @@ class PausableEngine(RemoteEngine):
     def _part(self, answer: Any, job: Job) -> SampledPart:
         """What the server returned."""
 
+    def _check_version(self, server: Server, answer: Any, version: int) -> None:
+        """Raise `ServerStale` if the server reports that it has sampled with weights before `version`."""
+
     async def _ask(self, server: Server, body: dict[str, Any], tokens: int) -> Any:
         """Send a request for a sample. `tokens`: see `HttpServers.request`."""
         return await self.post(server, self.path, body, tokens=tokens)
@@ -83,9 +86,11 @@ class PausableEngine(RemoteEngine):
         while True:
             await self.gate.wait()
             version = self.info.version
-            part = self._part(await self._ask(server, self._body(server, job, sample, ids), job.max_length), job)
-            ids += part.token_ids
-            logprobs += part.logprobs
+            answer = await self._ask(server, self._body(server, job, sample, ids), job.max_length)
+            part = self._part(answer, job)
+            self._check_version(server, answer, version)
+            ids += self._valid_ids(part.token_ids, job.limit - len(ids))
+            logprobs += self.valid_logprobs(part.logprobs, len(part.token_ids))
             if part.token_ids:
                 spans.append((version, len(part.token_ids)))
             if part.finish is None and len(ids) >= job.limit:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from assay.engine.remote.http import (
     ServerStale,
     ServerUnreachable,
     allowed_connections,
+    shortened,
 )
 from assay.engine.remote.launch import SaveTokenizer, api_key
 from assay.engine.remote.ranks import Ranks
@@ -103,8 +105,10 @@ class AssayEngine(RemoteEngine):
             if " 404" in str(error):
                 raise UserError(f"{server.url} is no assay server: start `assay serve MODEL --allow-updates`") from None
             raise
-        names = ("version", "max_length", "vocab_size", "dtype", "gpu")
-        if not isinstance(served, dict) or any(name not in served for name in names):
+        kinds = {"version": int, "max_length": int, "vocab_size": int, "dtype": str, "gpu": str | None}
+        if not isinstance(served, dict) or not all(
+            name in served and isinstance(served[name], kind) for name, kind in kinds.items()
+        ):
             raise self.garbage("no description of its engine")
         return served
 
@@ -185,21 +189,23 @@ class AssayEngine(RemoteEngine):
         version = self.info.version
         completions: dict[int, Completion] = {}
         unfinished = set(range(job.request.params.n))
-        async for tree in self.post_for_lines(server, path, payload, len(samples) * job.max_length):
-            try:
-                event = event_from_json(tree, job.id)
-            except WireError as error:
-                raise self.garbage(str(error)) from None
-            if isinstance(event, Failed):
-                raise UserError(event.error.removeprefix(f"{job.name}: "))
-            if not isinstance(event, Finished) or event.sample not in unfinished:
-                raise self.garbage("an event that is not the end of an unfinished sample")
-            unfinished.remove(event.sample)
-            completion = self._checked(server, job, event.completion, version)
-            completions[event.sample] = completion
-            running = self.running.get(job.id)
-            if running is not None:
-                self._finish(running, event.sample, completion)
+        answer = self.post_for_lines(server, path, payload, len(unfinished) * job.max_length)
+        async with aclosing(answer) as trees:
+            async for tree in trees:
+                try:
+                    event = event_from_json(tree, job.id)
+                except WireError as error:
+                    raise self.garbage(str(error)) from None
+                if isinstance(event, Failed):
+                    raise UserError(shortened(event.error.removeprefix(f"{job.name}: ")))
+                if not isinstance(event, Finished) or event.sample not in unfinished:
+                    raise self.garbage("an event that is not the end of an unfinished sample")
+                unfinished.remove(event.sample)
+                completion = self._checked(server, job, event.completion, version)
+                completions[event.sample] = completion
+                running = self.running.get(job.id)
+                if running is not None:
+                    self._finish(running, event.sample, completion)
         return self._parse(completions, job, samples, version)
 
     def _checked(self, server: Server, job: Job, completion: Completion, version: int) -> Completion:
@@ -258,16 +264,14 @@ class AssayEngine(RemoteEngine):
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": temperature}
         answer = self.call(server, "POST", "/engine/score", body, tokens=sum(map(len, sequences)))
-        try:
+        with self.reading("no scores"):
             return [unpack(one, FLOATS) for one in answer["scores"]]
-        except (KeyError, TypeError, WireError):
-            raise self.garbage("no scores") from None
 
     def _fingerprint(self) -> str | None:
         texts = self._fingerprints()
         if len(set(texts.values())) > 1:
             for server, info in self.call_each("GET", "/engine/info").items():
-                if info["version"] != self.info.version:
+                if self.field(info, "version", int) != self.info.version:
                     self.retire(server, f"{server.url} has weights of another version: it was restarted")
             texts = self._fingerprints()
         if len(set(texts.values())) > 1:

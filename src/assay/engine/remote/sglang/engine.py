@@ -21,7 +21,7 @@ from torch import Tensor
 
 from assay.config import SGLangConfig
 from assay.engine.base import Capabilities, EngineOptions, Event
-from assay.engine.remote.http import Server, ServerError, ServerUnreachable
+from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer, api_key
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
@@ -85,10 +85,12 @@ class SGLangEngine(PausableEngine):
         """Without requests for samples: a server that an earlier run has left paused would not answer them."""
         info, model = (self.call(server, "GET", path, timeout_s=60) for path in ("/server_info", "/model_info"))
         self.field(info, "max_req_input_len", int)
-        if not isinstance(model, dict):
-            raise self.garbage("no description of its model")
-        served = self.served[server.url] = SGLangServer(info, model)
-        check_served(served, server.url, self.info.max_length, self.options.dtype, self.architecture)
+        served = SGLangServer(info, model)
+        with self.reading("a description of another form (SGLang 0.5.17 was tested)"):
+            if served.workers < 1:
+                raise ValueError("a server has at least one worker")
+            check_served(served, server.url, self.info.max_length, self.options.dtype, self.architecture)
+        self.served[server.url] = served
 
     def _join(self, server: Server) -> None:
         self.call(server, "POST", "/continue_generation", {})
@@ -183,14 +185,11 @@ class SGLangEngine(PausableEngine):
 
     def _part(self, answer: Any, job: Job) -> SampledPart:
         """From the log-probabilities, which have all tokens: a stop string can be missing among the output ids."""
-        try:
+        with self.reading("no finish reason or no log-probabilities (SGLang 0.5.17 was tested)"):
             meta = answer["meta_info"]
             reason, rows = meta["finish_reason"], meta.get("output_token_logprobs") or []
-            pairs = [(int(row[1]), row[0]) for row in rows]
+            ids, logprobs = [row[1] for row in rows], [row[0] for row in rows]
             kind, matched = reason["type"], reason.get("matched")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise self.garbage("no finish reason or no log-probabilities (SGLang 0.5.17 was tested)") from None
-        ids, logprobs = [token for token, _ in pairs], [value for _, value in pairs]
         if kind == "length":
             return SampledPart(ids, logprobs, Finish.LENGTH)
         if kind == "stop":
@@ -198,8 +197,16 @@ class SGLangEngine(PausableEngine):
             foreign = isinstance(matched, int) and matched not in job.request.params.stop_token_ids
             return SampledPart(ids, logprobs, None if foreign and ids else Finish.STOP)
         if kind != "abort":
-            raise self.garbage(f"the finish reason {kind!r:.30}")
+            raise self.garbage(f"the finish reason {shortened(str(kind), 30)!r}")
         return SampledPart(ids, logprobs, None, interrupted=True)
+
+    def _check_version(self, server: Server, answer: Any, version: int) -> None:
+        reported = answer["meta_info"].get("weight_version", str(version))
+        if reported == "default" or (str(reported).isdecimal() and int(reported) < version):
+            raise ServerStale(
+                f"{server.url} has sampled with weights of version {reported}, not {version}: it was restarted, or "
+                "another run uses it"
+            )
 
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
@@ -210,14 +217,12 @@ class SGLangEngine(PausableEngine):
             sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
             body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
             answer = await self.post(server, GENERATE, body, tokens=len(ids))
-            try:
+            with self.reading("no log-probabilities of the prompt"):
                 rows = answer["meta_info"]["input_token_logprobs"]
                 clipped = [0 if token == self.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
                 if [row[1] for row in rows] not in (ids, clipped):
                     raise ValueError
                 return [row[0] for row in rows[1:]]
-            except (KeyError, IndexError, TypeError, ValueError):
-                raise self.garbage("no log-probabilities of the prompt") from None
 
         async def score_all() -> list[list[float]]:
             return await asyncio.gather(*(score(sequence) for sequence in sequences))

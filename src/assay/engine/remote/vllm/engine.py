@@ -88,8 +88,12 @@ class VLLMEngine(PausableEngine):
 
     def _check_server(self, server: Server) -> None:
         self.call(server, "GET", "/health", timeout_s=30)
-        served = self.models[server.url] = self._served_model(server)
-        check_served(served, server.url, self.info.max_length, self.options.dtype, self.tied)
+        served = self._served_model(server)
+        with self.reading("a configuration of another form (vLLM 0.24 or later is needed)"):
+            if served.workers < 1:
+                raise ValueError("a server has at least one worker")
+            check_served(served, server.url, self.info.max_length, self.options.dtype, self.tied)
+        self.models[server.url] = served
         self._check_vocabulary(server)
 
     def _join(self, server: Server) -> None:
@@ -107,27 +111,20 @@ class VLLMEngine(PausableEngine):
 
     def _served_model(self, server: Server) -> ServedModel:
         listed = self.call(server, "GET", "/v1/models", timeout_s=30)
-        try:
-            models = {one["id"]: int(one["max_model_len"]) for one in listed["data"] if not one.get("parent")}
+        with self.reading(f"{shortened(str(listed), 80)!r} instead of a list of models"):
+            models = {
+                encodable(one["id"]): int(one["max_model_len"]) for one in listed["data"] if not one.get("parent")
+            }
             name = self.settings.model or next(iter(models))
-            max_length = models[name]
-        except KeyError as error:
-            if self.settings.model and isinstance(listed, dict) and "data" in listed:
-                names = ", ".join(str(one.get("id")) for one in listed["data"])
-                raise UserError(f"{server.url} serves {names}: set vllm.model to one of them") from None
-            raise self.garbage(f"a list of models without {error}") from None
-        except (TypeError, ValueError, StopIteration):
-            raise self.garbage(f"{shortened(str(listed), 80)!r} instead of a list of models") from None
+        if name not in models:
+            raise UserError(f"{server.url} serves {shortened(', '.join(models))}: set vllm.model to one of them")
         try:
             info = self.call(server, "GET", "/server_info?config_format=json", timeout_s=120)
-            config = info["vllm_config"]
         except ServerUnreachable:
             raise
-        except (ServerError, TypeError, KeyError):
+        except ServerError:
             raise UserError(f"the vLLM server {server.url} does not accept weights: {DEVELOPMENT}") from None
-        if not isinstance(config, dict):
-            raise self.garbage("its configuration as text; vLLM 0.24 or later is needed")
-        return ServedModel(name, max_length, config)
+        return ServedModel(name, models[name], self.field(info, "vllm_config", dict))
 
     def _check_vocabulary(self, server: Server) -> None:
         """The last token of the vocabulary must be accepted.
@@ -189,14 +186,12 @@ class VLLMEngine(PausableEngine):
         return body
 
     def _part(self, answer: Any, job: Job) -> SampledPart:
-        try:
-            choice = answer["choices"][0]
+        with self.reading("no token ids or no log-probabilities (vLLM 0.24 or later is needed)"):
+            (choice,) = answer["choices"]
             ids, logprobs = choice["token_ids"] or [], (choice["logprobs"] or {}).get("token_logprobs") or []
-            reason = choice["finish_reason"]
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise self.garbage("no token ids or no log-probabilities (vLLM 0.24 or later is needed)") from None
+            reason = str(choice["finish_reason"])
         if reason not in FINISH and reason != "abort":
-            raise self.garbage("an unknown finish reason")
+            raise self.garbage(f"the finish reason {shortened(reason, 30)!r}")
         return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
 
     def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
@@ -208,11 +203,9 @@ class VLLMEngine(PausableEngine):
             ids = [int(token) for token in sequence]
             body = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
             answer = await self.post(server, COMPLETIONS, body, tokens=len(ids))
-            try:
+            with self.reading("no log-probabilities of the prompt"):
                 rows = answer["choices"][0]["prompt_logprobs"]
                 return [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
-            except (KeyError, IndexError, TypeError, ValueError):
-                raise self.garbage("no log-probabilities of the prompt") from None
 
         async def score_all() -> list[list[float]]:
             return await asyncio.gather(*(score(sequence) for sequence in sequences))
@@ -266,7 +259,7 @@ class VLLMEngine(PausableEngine):
         if not all(served.has_extension for served in self.models.values()):
             return None
         results = self.sender.rpc("assay_digests")
-        if any(len(workers) != 1 or not isinstance(workers[0], dict) for workers in results):
+        if any(len(workers) != 1 or not is_digests(workers[0]) for workers in results):
             return None
         first: dict[str, str] = results[0][0]
         if set(first) != set(self.published):
@@ -301,6 +294,16 @@ class VLLMEngine(PausableEngine):
 
     def _reset_prefix_cache(self) -> None:
         self.call_all("POST", "/reset_prefix_cache")
+
+
+def encodable(name: str) -> str:
+    """A name that a server returned, if it can be sent back."""
+    name.encode()
+    return name
+
+
+def is_digests(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
 def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dtype, tied: bool) -> None:

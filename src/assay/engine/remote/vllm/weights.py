@@ -55,7 +55,8 @@ class WeightSender:
             return self._connect_nccl(NcclTransport(device, dtype, settings.nccl_host))
         if kind in ("auto", "ipc") and device.type == "cuda" and extended:
             shared = IpcTransport(device, dtype)
-            gpus = {worker.get("uuid") for answer in self.rpc("assay_gpu") for worker in answer}
+            with self.http.reading("no description of its GPU"):
+                gpus = {str(worker["uuid"]) for answer in self.rpc("assay_gpu") for worker in answer}
             if gpus == {shared.gpu}:
                 return shared
             if kind == "ipc":
