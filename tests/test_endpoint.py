@@ -212,7 +212,8 @@ def test_usage_is_counted() -> None:
     with connected(Fault(500, b"")) as (_, client):
         assert client.usage.add(ask(client)) == 2
         assert str(client.usage) == "1 request, 10 prompt tokens, 2 completion tokens, 1 repeated"
-        assert client.usage.add({"choices": []}) is None and client.usage.uncounted == 1
+        assert client.usage.add({"choices": []}) is client.usage.add({"usage": [1]}) is None
+        assert client.usage.uncounted == 2
 
 
 SECRET = "sk-this-is-secret-0123456789"

@@ -70,8 +70,9 @@ class Usage:
 
     def add(self, answer: Mapping[str, Any]) -> int | None:
         """Count an answer; returns its number of completion tokens, if the endpoint reports it."""
-        usage = answer.get("usage")
-        counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")] if usage else []
+        usage: Any = answer.get("usage")
+        names = ("prompt_tokens", "completion_tokens") if isinstance(usage, Mapping) else ()
+        counts = [usage.get(name) for name in names]
         self.requests += 1
         if not counts or not all(isinstance(one, int) and one >= 0 for one in counts):
             self.uncounted += 1
@@ -442,6 +443,7 @@ class LoopThread:
         self.loop.call_soon_threadsafe(work)
 
     def stop(self) -> None:
+        self.call(self.loop.shutdown_asyncgens())  # those of answers that were not read to their end
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()

@@ -111,7 +111,7 @@ def test_the_probability_of_yes() -> None:
     assert read_yes_no({"text": "Yesterday nobody knew", "tokens": []}) is None
 
 
-@pytest.mark.parametrize("content", [None, "x", [1], [{"token": "4"}], [{"token": "4", "logprob": "x"}], [None]])
+@pytest.mark.parametrize("content", [None, "x", [1], [{"token": "4"}], [{"token": "4", "logprob": -(10**400)}], [None]])
 def test_probabilities_of_another_form_are_ignored(content: Any) -> None:
     assert tokens_of(content) == []
 

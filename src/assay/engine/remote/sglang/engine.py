@@ -307,7 +307,7 @@ def architecture_of(model: PolicyModel) -> str:
 
 def check_served(served: SGLangServer, url: str, max_length: int, dtype: torch.dtype, architecture: str) -> None:
     """Raise a `UserError` that says how to restart a server that does not fit."""
-    theirs = served.model.get("architectures") or []
+    theirs = [shortened(str(one), 40) for one in served.model.get("architectures") or []]
     if architecture and theirs and architecture not in theirs:
         raise UserError(
             f"the SGLang server {url} serves another model ({theirs[0]}, and the policy is a {architecture}): start "
@@ -320,7 +320,7 @@ def check_served(served: SGLangServer, url: str, max_length: int, dtype: torch.d
             f"accepts less), or set model.max_length = {served.max_prompt - 1}"
         )
     name = str(dtype).removeprefix("torch.")
-    if (other := served.info.get("dtype")) != name:
+    if (other := shortened(str(served.info.get("dtype")), 40)) != name:
         raise UserError(
             f"the SGLang server {url} has --dtype {other} and engine.dtype is {name}: restart it with --dtype {name}, "
             "or change engine.dtype"

@@ -318,13 +318,14 @@ def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dt
             f"the vLLM server {url} serves {served.max_length} tokens per sequence and the run needs {max_length}: "
             f"restart it with --max-model-len {max_length}, or set model.max_length = {served.max_length}"
         )
-    if (mode := served.setting("model_config", "logprobs_mode")) != "processed_logprobs":
+    if (mode := shortened(str(served.setting("model_config", "logprobs_mode")), 40)) != "processed_logprobs":
         raise UserError(
             f"the vLLM server {url} has --logprobs-mode {mode}, which is before the temperature: restart it with "
             "--logprobs-mode processed_logprobs"
         )
     name = str(dtype).removeprefix("torch.")
-    if (other := str(served.setting("model_config", "dtype")).removeprefix("torch.")) != name:
+    other = shortened(str(served.setting("model_config", "dtype")), 40).removeprefix("torch.")
+    if other != name:
         raise UserError(
             f"the vLLM server {url} computes in {other} and engine.dtype is {name}: set engine.dtype to {other}, or "
             f"restart the server with --dtype {name}"
