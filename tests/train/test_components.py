@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +20,7 @@ from assay.envs.builtin import GuessNumber
 from assay.mesh import Mesh
 from assay.models import Decoder, ModelSpec, build_preset
 from assay.rewards import RewardMix, RewardSum
+from assay.runs.console import Console
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
 from assay.train import components
@@ -32,6 +34,7 @@ from assay.train.components import (
     cpu_token_budget,
     gold_episodes,
 )
+from assay.train.sources import PromptStream
 from assay.types import Prompt, UserError
 
 TASK: Any = make_task("abacus")
@@ -69,6 +72,24 @@ def test_few_shot_examples_come_from_a_file(shots: str) -> None:
 def test_few_shot_examples_come_from_the_train_split_without_a_file() -> None:
     first = TASK.prompts("train")[0]
     assert asked(few_shot=1) == turns((first.question, first.solution))
+
+
+@pytest.mark.parametrize(
+    "args", [{"train_size": 24}, {}, {"tasks": [{"name": "abacus"}]}], ids=["file", "endless", "mix"]
+)
+def test_few_shot_examples_of_the_train_split_are_not_trained_on(args: dict[str, Any]) -> None:
+    task = {"name": "mix" if "tasks" in args else "abacus", "args": args}
+    cfg = TrainConfig.model_validate({"task": task, "prompt": {"few_shot": 5}, "sft": {"steps": 1}})
+    given = components.build_task(cfg.task).prompts("train")
+    renderer = build_renderer(cfg.prompt, word_tokenizer(TASK.words()), components.build_task(cfg.task))
+    lines = io.StringIO()
+    trained = components.select_prompts(given, cfg, renderer, Console(lines))
+    demonstrations = components.build_demonstrations(cfg, renderer, Console(quiet=True))
+    for prompts in (trained, demonstrations):
+        asked_ids = {prompt.id for prompt in prompts[:24]}
+        assert len(asked_ids) == min(24, len(given) - 5) and not asked_ids & {prompt.id for prompt in given[:5]}
+    assert len(lines.getvalue().splitlines()) == 1 and "5 few-shot examples" in lines.getvalue()
+    assert PromptStream(trained, 0).rejected == 0  # counts prompts that are too long
 
 
 @pytest.mark.parametrize(

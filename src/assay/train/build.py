@@ -194,7 +194,7 @@ def assemble(
         checks.check_judge(judge, train[0])
     tokenizer = components.build_tokenizer(cfg.model, source, task)
     renderer = components.build_renderer(cfg.prompt, tokenizer, task)
-    train = components.drop_long_prompts(train, renderer, cfg.train.max_prompt_tokens, console)
+    train = components.select_prompts(train, cfg, renderer, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     complete = cfg.model_dump() | {"algo": dict(algo.settings)}

@@ -51,7 +51,7 @@ from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word
 from assay.text.messages import MessageRenderer, TextTable
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.train.progress import Stopping
-from assay.types import Progress, Prompt, UserError, describe_error
+from assay.types import Progress, Prompt, UserError, describe_error, plural
 
 PRESET = "preset:"
 PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
@@ -88,7 +88,7 @@ def build_demonstrations(cfg: TrainConfig, renderer: Renderer, console: Console)
     if cfg.env.name and not cfg.task.name:
         return gold_episodes(make_env(cfg.env.name, cfg.env.path or None, **{**cfg.env.args, **cfg.sft.args}))
     prompts = build_task(cfg.task, **cfg.sft.args).prompts("train")
-    return drop_long_prompts(prompts, renderer, cfg.train.max_prompt_tokens, console, "prompts of the warm start")
+    return select_prompts(prompts, cfg, renderer, console, "prompts of the warm start")
 
 
 def gold_episodes(env: Env) -> Sequence[Prompt]:
@@ -134,8 +134,34 @@ def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = Fals
     return prompts[:count] if count else prompts
 
 
+def select_prompts(
+    prompts: Sequence[Prompt], cfg: TrainConfig, renderer: Renderer, console: Console, what: str = "train prompts"
+) -> Sequence[Prompt]:
+    """The prompts to train on: without few-shot examples of the train split, and without prompts that are too long."""
+    if cfg.prompt.few_shot and not cfg.prompt.few_shot_file:
+        prompts = drop_examples(prompts, renderer, console, what)
+    return drop_long_prompts(prompts, renderer, cfg.train.max_prompt_tokens, console, what)
+
+
+def drop_examples(prompts: Sequence[Prompt], renderer: Renderer, console: Console, what: str) -> Sequence[Prompt]:
+    """The prompts without the few-shot examples, which would be asked together with their own solution."""
+    shown = {question for question, _ in renderer.few_shot}
+
+    def others(own: Sequence[Prompt]) -> Sequence[Prompt]:
+        if len(own) >= UNLIMITED:
+            filtered = FilteredPrompts(own, lambda prompt: prompt.question not in shown, "prompt.few_shot: lower it")
+            return LazyPrompts(filtered.__getitem__, len(own))  # whose `rejected` counts long prompts only
+        kept = [prompt for prompt in own if prompt.question not in shown]
+        if not kept:
+            raise UserError(f"all {len(own):,} {what} are few-shot examples: lower prompt.few_shot")
+        return kept
+
+    console.note(f"left the {plural(len(shown), 'few-shot example')} out of the {what} (prompt.few_shot)")
+    return prompts.filtered(others) if isinstance(prompts, MixedPrompts) else others(prompts)
+
+
 def drop_long_prompts(
-    prompts: Sequence[Prompt], renderer: Renderer, limit: int, console: Console, what: str = "train prompts"
+    prompts: Sequence[Prompt], renderer: Renderer, limit: int, console: Console, what: str
 ) -> Sequence[Prompt]:
     """The prompts with at most `limit` tokens (0: all of them); reports how many are dropped.
 
