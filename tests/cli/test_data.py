@@ -10,6 +10,7 @@ import pytest
 
 from assay.cli import data
 from assay.tasks import make_task, overlap
+from assay.tasks.base import NoSuchSplit
 from assay.types import UserError
 
 
@@ -58,6 +59,21 @@ def test_prepared_files_round_trip(tmp_path, source, capsys):
     words[-1] = 6
     assert assay_data(*words, "--out", again, "--force") == 0
     assert (again / "test20.jsonl").read_bytes() != (out / "test20.jsonl").read_bytes()
+    capsys.readouterr()
+
+
+def test_files_without_validation_have_all_train_problems(tmp_path, source, capsys):
+    out = tmp_path / "out"
+    words = ("prepare", "gsm8k", "--path", source, "--out", out, "--force")
+    for none in ((), ("--arg", "val_size=0"), ("--val-size", 0)):  # the first one writes a validation file
+        assert assay_data(*words, *none) == 0
+    assert sorted(file.name for file in out.iterdir()) == ["manifest.json", "test30.jsonl", "train.jsonl"]
+    for task in (make_task("gsm8k", out), make_task("jsonl", out), make_task("gsm8k", source, val_size=0)):
+        assert [prompt.answer for prompt in task.prompts("train")] == [str(i) for i in range(40)]
+        with pytest.raises(NoSuchSplit):
+            task.prompts("validation")
+    assert assay_data("prepare", "abacus", "--out", tmp_path / "made", "--val-size", 0, "--train-size", 3) == 0
+    assert not (tmp_path / "made" / "validation.jsonl").exists()
     capsys.readouterr()
 
 
@@ -210,7 +226,7 @@ def test_check_names_the_missing_answer_form_and_options_that_work(tmp_path, cap
         (["prepare", "gsm8k", "--path", "SOURCE", "--val-size", 40, "--eval-size", 5], "cannot carve 40"),
         (["prepare", "gsm8k", "--path", "SOURCE/train.jsonl"], "is a single file"),
         (["prepare", "gsm8k", "--path", "SOURCE", "--train-size", 3], "only for generated tasks"),
-        (["prepare", "abacus", "--val-size", 0], "at least 1"),
+        (["prepare", "abacus", "--eval-size", 0], "at least 1"),
         (["prepare", "abacus", "--arg", "style"], "NAME=VALUE"),
         (["prepare", "abacus", "--train-size", 1, "--out", "SOURCE/train.jsonl/x"], "cannot write"),
         (["show", "abacus", "-n", 0], "-n must be"),

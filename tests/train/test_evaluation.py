@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from small_run import SmallRuns, gpt2_folder
 
+from assay.cli.main import main
 from assay.runs.rollouts import read_lines
 
 
@@ -44,6 +45,19 @@ def test_periodic_evaluations_include_the_last_step_unless_they_are_switched_off
 
 
 @pytest.mark.slow
+def test_only_periodic_evaluations_need_validation_problems(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = small.folder / "data"
+    assert main(["data", "prepare", "abacus", "--out", str(data), "--train-size", "6", "--val-size", "0"]) == 0
+    words = ("--task", "jsonl", "--task.path", data, "--model.tokenizer", "characters", "--train.steps", 1)
+    assert small.train(*words, "--eval.every", 0) == 0
+    capsys.readouterr()
+    assert small.train(*words, "--eval.every", 1, "--name", "periodic") == 2
+    assert "no validation problems" in (error := capsys.readouterr().err) and "eval.every = 0" in error
+    assert error.count("\n") == 1
+
+
 def test_a_pretrained_model_is_also_evaluated_before_its_warm_start(small: SmallRuns) -> None:
     warm = ("--sft.steps", 60, "--sft.batch", 8, "--sft.lr", 1e-2)
     warm = (*warm, "--reward.function", "", "--sampling.max_new_tokens", 30)

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prepare.add_argument(
         "--val-size",
         type=int,
-        help=f"validation problems, taken from train (default {HELD_OUT}, or a tenth of fewer than {10 * HELD_OUT:,})",
+        help=f"validation problems from train, or 0 (default {HELD_OUT}, or a tenth of fewer than {10 * HELD_OUT:,})",
     )
     prepare.add_argument("--train-size", type=int, help=f"generated tasks only (default {GENERATED_TRAIN_SIZE})")
     prepare.add_argument("--seed", type=int, default=0, help="seed of the splits, the sample and the generator")
@@ -88,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    if any(size is not None and size < 1 for size in (args.eval_size, args.val_size)):
-        raise UserError("--eval-size and --val-size must be at least 1")
+    for option, size, least in (("--eval-size", args.eval_size, 1), ("--val-size", args.val_size, 0)):
+        if size is not None and size < least:
+            raise UserError(f"{option} must be at least {least}")
     out: Path = args.out or Path("data") / args.name
     sized = "*" if args.eval_size is None else args.eval_size
     patterns = ("train.jsonl", "validation.jsonl", f"test{sized}.jsonl", MANIFEST)
@@ -101,6 +102,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     texts = {
         name: jsonl_text([prepared_row(prompt, task.bare_question(prompt)) for prompt in prompts])
         for name, prompts in zip(names, splits, strict=True)
+        if prompts
     }
     manifest = {
         "task": task.name,
@@ -119,6 +121,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             write_text(out / name, text)
+        if names[1] not in texts:
+            (out / names[1]).unlink(missing_ok=True)  # of files that --force replaces
     except OSError as error:
         raise UserError(f"cannot write {error.filename or out}: {error.strerror}") from None
     print(json.dumps({"out": str(out), **manifest}, indent=2))
@@ -137,7 +141,8 @@ def prepare_splits(
         train_size = args.train_size if args.train_size is not None else GENERATED_TRAIN_SIZE
         if train_size < 1:
             raise UserError("--train-size must be at least 1")
-        held_out = validation[: args.val_size or HELD_OUT], test[: args.eval_size or HELD_OUT]
+        val_size = args.val_size if args.val_size is not None else HELD_OUT
+        held_out = validation[:val_size], test[: args.eval_size or HELD_OUT]
         return task, (train[:train_size], *held_out)
     if args.path is not None and Path(args.path).is_file():
         raise UserError(f"{args.path} is a single file: give a folder with train.jsonl and test.jsonl")
@@ -150,7 +155,8 @@ def prepare_splits(
     if args.eval_size is not None and args.eval_size > len(test):
         raise UserError(f"--eval-size {args.eval_size} exceeds the {plural(len(test), 'problem')} of the test split")
     chosen = seeded_shuffle(len(test), args.seed)[: args.eval_size or HELD_OUT]
-    return task, (task.prompts("train"), task.prompts("validation"), [test[index] for index in chosen])
+    validation = present_splits(task).get("validation", ())  # absent with val_size = 0
+    return task, (task.prompts("train"), validation, [test[index] for index in chosen])
 
 
 def run_show(args: argparse.Namespace) -> int:

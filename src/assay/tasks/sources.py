@@ -204,6 +204,8 @@ def read_folder(folder: Path, split: str) -> list[DataRow] | None:
     if len(numbered) > 1:
         names = listed(file.name for file in numbered)
         raise UserError(f"{folder} has several test files ({names}): set the path to one of them")
+    if split == "validation" and (files := manifest_of(str(folder)).get("files")) and "validation.jsonl" not in files:
+        return []  # prepared without validation: the train file is complete
     return read_jsonl(numbered[0]) if numbered else None
 
 

@@ -30,7 +30,7 @@ from assay.runs.diagnose.settings import diagnose_settings
 from assay.runs.directory import check_name
 from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
-from assay.tasks.base import prompts_of
+from assay.tasks.base import NoSuchSplit, prompts_of
 from assay.text import Renderer, Tokenizer
 from assay.train import checkpoint, checks, components, trial
 from assay.train.async_source import AsyncSource
@@ -366,8 +366,12 @@ def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Promp
     labels = ("start", "before", "after") if warm_started else ("before", "after")
     prompts = {f"{label}:{cfg.eval.final_split}": final for label in labels}
     if has_rl_steps(cfg):
-        periodic = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
-        prompts[f"eval:{cfg.eval.split}"] = periodic
+        try:
+            periodic = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
+            prompts[f"eval:{cfg.eval.split}"] = periodic
+        except NoSuchSplit as error:
+            if cfg.eval.every:
+                raise UserError(f"{error}; eval.every = 0 turns periodic evaluation off") from None
     return prompts
 
 
