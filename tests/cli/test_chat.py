@@ -149,6 +149,8 @@ max_new_tokens = 0
     assert cfg.eval.stop == [";"]
     other = settings_of(["run:toy@10"], {"runs_dir": str(tmp_path), "task": "gsm8k"})
     assert (other.task.args, other.reward.wrong, other.prompt.system) == ({}, 0.0, "Ann has")
+    prompt = settings_of(["run:toy@10"], {"runs_dir": str(tmp_path), "prompt.system_file": "own.txt"}).prompt
+    assert (prompt.system, prompt.system_file) == ("", "own.txt")
     code, out, err = chat("run:toy@last", "--runs_dir", str(tmp_path), "--prompt", "/task 3")
     assert code == 0 and Abacus(max_start=2, max_steps=2).prompts("test")[3].question in out
     assert "reward -0.5" in out and "truncated" in err

@@ -447,7 +447,7 @@ BAD: dict[str, tuple[Words, str]] = {
         "the same tokenizer",
     ),
     "an engine for other models": (lambda s: ["--engine.name", "hf"], "engine"),
-    "two system prompts": (lambda s: ["--prompt.system", "a", "--prompt.system_file", "b"], "are both set"),
+    "two system prompts": (lambda s: ["--prompt.system", "a", "--prompt.system_file", "b"], "exclude each other"),
     "a system prompt that is not there": (lambda s: ["--prompt.system_file", "no.txt"], "no.txt"),
 }
 

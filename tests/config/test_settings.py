@@ -55,6 +55,11 @@ def test_the_length_of_a_run_on_the_command_line_replaces_another_one_of_the_fil
         load("--train.steps 3 --train.epochs 1")
 
 
+def test_a_system_prompt_on_the_command_line_replaces_another_one_of_the_file(tmp_path: Path) -> None:
+    prompt = load("--prompt.system_file new.txt", write(tmp_path, 'prompt.system = "old"')).prompt
+    assert (prompt.system, prompt.system_file) == ("", "new.txt")
+
+
 def test_an_invalid_choice_is_explained_by_its_key_and_all_allowed_values() -> None:
     with pytest.raises(UserError, match=r"^bad value for 'eval.final_split' .* 'test' or 'all', not 'tset'$"):
         load("--eval.final_split tset")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.config import MeasureConfig, TrainConfig
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings, parse_overrides, reset_alternatives
 from assay.runs import checkpoints
 from assay.runs.console import Console, asker, percent
 from assay.runs.resolve import PREFIX, describe_changes, find_run, run_settings, saved_settings, split_tag
@@ -145,6 +145,7 @@ def inherited_settings(
             warn_of_changes(cfg, folder)
             foreign = guard_run(cfg, folder, typed=overrides, trust=trust, ask=asker())
             tree = cfg.model_dump()
+            reset_alternatives(tree, overrides, type(cfg))
             for key in ("max_new_tokens", "stop"):
                 tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
             values = {f"{s}.{key}": value for s in INHERITED for key, value in tree[s].items()}

@@ -96,6 +96,8 @@ class EnvConfig(Section):
 class PromptConfig(Section):
     """How a problem is rendered as a prompt."""
 
+    alternatives = ("system", "system_file")
+
     style: Literal["auto", "chat", "raw"] = "auto"
     """chat: the tokenizer's chat template, an error if it has none; raw: prompt.template (base models); auto: chat"""
     template: str = ""
