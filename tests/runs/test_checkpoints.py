@@ -195,8 +195,8 @@ def test_best_is_recorded_and_requires_its_checkpoint(tmp_path: Path) -> None:
         (2, None, [50, 60]),
         (2, 20, [20, 50, 60]),
         (1, 60, [60]),
-        (0, None, [60]),  # the last one is always kept
         (9, None, [10, 20, 30, 40, 50, 60]),
+        (0, None, [10, 20, 30, 40, 50, 60]),
     ],
 )
 def test_prune_keeps_the_last_and_the_best_checkpoints(

@@ -415,8 +415,8 @@ class SaveConfig(Section):
 
     every: Count = 50
     """save a checkpoint every N steps; 0: only at the end"""
-    keep: Positive = 2
-    """number of latest checkpoints to keep, in addition to the best one and the initial one"""
+    keep: Count = 2
+    """number of latest checkpoints to keep, in addition to the best one and the initial one; 0: keep all"""
     best: bool = True
     """also save when a periodic evaluation is the best so far; false: choose among the regular checkpoints"""
     rollouts: Annotated[int, Field(ge=-1)] = -1

@@ -178,12 +178,12 @@ def read_best(run_path: Path) -> dict[str, Any] | None:
 
 
 def prune(run_path: Path, keep_last: int) -> list[int]:
-    """Delete all checkpoints except the last `keep_last` (at least one), the best one and that of step 0.
+    """Delete all checkpoints except the last `keep_last` (0: all), the best one and that of step 0.
 
     Step 0 has the weights of the evaluation "before". It is kept for comparisons, and has no optimizer state.
     """
     present, best = steps(run_path), read_best(run_path)
-    kept = {0, *present[-max(keep_last, 1) :]}
+    kept = {0, *present[-keep_last:]}
     kept |= {best["step"]} if best else set()
     deleted = [step for step in present if step not in kept]
     for step in deleted:
