@@ -290,6 +290,8 @@ OPENRLHF = {
 NANOCHAT = {
     "run": Equivalent("name", "log.wandb = PROJECT turns Weights & Biases on"),
     "source": Equivalent("model.source", "a Hugging Face folder, a hub id, a GGUF file, or run:NAME@STEP"),
+    "model_tag": Equivalent("model.source", "run:NAME, where NAME is the name of the run"),
+    "model_step": Equivalent("model.source", "run:NAME@STEP; save.keep = 0 keeps all checkpoints"),
     "device_type": Equivalent("device"),
     "examples_per_step": Equivalent("train.prompts"),
     "num_samples": Equivalent("train.samples"),
