@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.cli.env import read_action
+from assay.cli.env import read_text
 from assay.cli.main import main
 from assay.envs import make_env
 
@@ -65,13 +65,29 @@ def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_an_action_is_one_line_or_several_that_end_with_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
     typed(monkeypatch, ["one", "first\\", "second"])
     episode = make_env("guess")
-    assert [read_action(episode), read_action(episode)] == ["one", "first\nsecond"]
+    assert [read_text(episode), read_text(episode)] == ["one", "first\nsecond"]
 
 
 def test_play_with_a_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed(monkeypatch, ["so <<6*7="])
     assert main(["env", "play", "calculator", "--task", "abacus", "--task-arg", "style=plain"]) == 0
     assert "[tool] 42>>" in capsys.readouterr().out
+
+
+def test_play_stepwise_on_a_local_file_with_its_calculator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"question": "Half of 48, plus 48?", "answer": "72 in all\n#### 72"}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    task = ["--task", "gsm8k", "--path", str(tmp_path), "--task-arg", "val_size=1", "--arg", "calculator=true"]
+    typed(monkeypatch, ["Half is <<48/2=", "24 clips, and 24 + 48 = 72 in all", "\\boxed{72}"])
+    assert main(["env", "play", "stepwise", *task, "--arg", "line_reward=0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "[user] Half of 48, plus 48?" in lines and "[tool] 24>>" in lines
+    # the two turns that end at "=" have no reward; the line with the correct equation and the answer have one
+    rewards = [line.partition(",")[0].strip("[]") for line in lines if line.startswith("[reward")]
+    assert rewards == ["reward 0", "reward 0", "reward 0.5", "reward 1"]
 
 
 @pytest.mark.slow

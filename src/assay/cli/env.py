@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import random
 
-from assay.cli.data import add_task_arguments, task_arguments
+from assay.cli.data import task_arguments
 from assay.envs import ENVS, Env, make_env
-from assay.envs.base import Observation, as_messages, safe_reset, safe_step
+from assay.envs.base import Observation, as_messages, safe_reset, safe_step, up_to_stop
 from assay.envs.check import EPISODES, SECONDS, findings
 from assay.tasks import make_task
 from assay.types import UserError
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=text)
         command.add_argument("name", help=f"{', '.join(ENVS)}, or a dotted path such as my_file.py:MyEnv")
         command.add_argument("--task", help="the task of an environment that needs one, e.g. abacus")
-        add_task_arguments(command)
-        command.add_argument(
-            "--task-arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the task"
-        )
+        command.add_argument("--path", help="local file or folder of the task (without --task: of the environment)")
+        for option, owner, example in (("--arg", "environment", "tries=4"), ("--task-arg", "task", "style=plain")):
+            text = f"an argument of the {owner}, e.g. {option} {example}"
+            command.add_argument(option, action="append", default=[], metavar="NAME=VALUE", help=text)
         if name == "check":
             command.add_argument("-n", type=int, default=EPISODES, help=f"episodes to play [{EPISODES}]")
             command.add_argument("--seconds", type=float, default=SECONDS, help=f"time limit per check [{SECONDS:g}]")
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    task = make_task(args.task, **task_arguments(args.task_arg)) if args.task else None
-    env = make_env(args.name, args.path, task, **task_arguments(args.arg))
+    task = make_task(args.task, args.path, **task_arguments(args.task_arg)) if args.task else None
+    env = make_env(args.name, None if task else args.path, task, **task_arguments(args.arg))
     try:
         return check(env, args.n, args.seconds) if args.env_command == "check" else play(env, args.seed)
     finally:
@@ -61,7 +61,7 @@ def check(env: Env, episodes: int, seconds: float) -> int:
 
 def play(env: Env, seed: int | None) -> int:
     """Play episodes until the user exits."""
-    print("You are the policy. Enter sends an action (a line that ends with \\ continues on the next); Ctrl-D exits.")
+    print("You are the policy. Enter sends your text (a line that ends with \\ continues on the next); Ctrl-D exits.")
     seed = random.randrange(2**31) if seed is None else seed
     try:
         while True:
@@ -77,9 +77,12 @@ def play(env: Env, seed: int | None) -> int:
 def play_one(episode: Env, seed: int) -> float:
     observation, _ = safe_reset(episode, seed)
     show(episode, observation)
-    total, terminated, truncated, steps = 0.0, False, False, 0
+    total, terminated, truncated, steps, text = 0.0, False, False, 0, ""
     while not (terminated or truncated) and steps < episode.max_steps:
-        observation, reward, terminated, truncated, info = safe_step(episode, read_action(episode))
+        text = text or read_text(episode)
+        action = up_to_stop(text, episode.stop)  # the rest of the text is the next action
+        text = text.removeprefix(action)
+        observation, reward, terminated, truncated, info = safe_step(episode, action)
         total, steps = total + reward, steps + 1
         if observation:
             show(episode, observation)
@@ -94,11 +97,14 @@ def show(episode: Env, observation: Observation) -> None:
         print(f"[{message['role']}] {message['content']}")
 
 
-def read_action(episode: Env) -> str:
-    """Read an action: a line, or several if all but the last one end with a backslash. Empty lines are skipped."""
+def read_text(episode: Env) -> str:
+    """Read a line, or several if all but the last one end with a backslash. Empty lines are skipped.
+
+    Enter ends a line of an environment that stops at newlines, unless the text already ends with a stop string.
+    """
     lines: list[str] = []
     while not lines or lines[-1].endswith("\\"):
         if line := input("> " if not lines else "  "):
             lines.append(line)
-    action = "\n".join(line.removesuffix("\\") for line in lines)
-    return action + "\n" if "\n" in episode.stop else action
+    text = "\n".join(line.removesuffix("\\") for line in lines)
+    return text + "\n" if "\n" in episode.stop and not text.endswith(tuple(episode.stop)) else text
