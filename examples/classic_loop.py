@@ -20,13 +20,12 @@ class Classic(Trainer):
             groups = []
             for state in self.states(16):
                 env.start(state)
-                chat, taken, over, total = list(state.messages), [], False, 0.0
+                observation, action, taken, over, total = state, None, [], False, 0.0
                 while not over:
-                    action = self.policy.get_action(chat)
+                    action = self.policy.get_action(observation, after=action)
                     observation, reward, terminated, truncated, _ = env.step(action.text)
                     over = terminated or truncated
                     taken.append((action, reward))
-                    chat += [{"role": "assistant", "content": action.text}, {"role": "user", "content": observation}]
                 for action, reward in reversed(taken):
                     total = reward + 0.9 * total  # discounted return of this action
                     self.reward(action, total)

@@ -144,9 +144,13 @@ def test_example_classic_loop_steps_an_environment(tmp_path: Path, monkeypatch: 
     assert trainer.run()["steps"] == 2
     groups = read_rollouts(trainer.training.directory.path, 1)
     actions = [rollout for group in groups for rollout in group.rollouts]
+    shortest = min(len(action.turns[0].context_ids) for action in actions)
     assert 16 <= len(actions) <= 32 and {action.length for action in actions} == {1}  # one or two tries of a token
-    second = [action for action in actions if len(action.prompt.messages) == 3]
-    assert all(action.prompt.messages[1]["role"] == "assistant" for action in second) and second
+    first, second = ([a for a in actions if (len(a.turns[0].context_ids) > shortest) == later] for later in (0, 1))
+    assert len(first) == 16 and second
+    for action in second:  # its context is an earlier action with all its tokens, and the observation
+        before = [a.token_ids for a in first if a.prompt == action.prompt]
+        assert any(action.token_ids[: len(ids)] == ids for ids in before)
     assert {round(action.reward, 9) for action in actions} <= {0.0, 0.9, 1.0}
     assert len((ROOT / "examples" / "classic_loop.py").read_text().splitlines()) <= 40
 
@@ -164,13 +168,67 @@ def test_an_action_ends_at_the_limits_of_the_environment(small: SmallRuns) -> No
     assert max(action.length for action in texts) == 9
     assert any(";" in action.text for action in texts)
     assert all(";" not in action.text[:-1] for action in texts)
-    with pytest.raises(UserError, match="within a reply"):
-        trainer.env()
     single = Lines(small.config, {**words, "env": "single", "name": "one"}, quiet=True).env()
     single.start(state)
     assert "verdict" in single.step("no idea")[4]  # it does not wait for a run's judge
     with pytest.raises(UserError, match="has no environment"):
         Lines(small.config, {"runs_dir": str(small.runs), "name": "two"}, quiet=True).env()
+
+
+class Lined(Trainer):
+    """The classic loop in an environment that continues within a reply."""
+
+    def train(self) -> None:
+        env = self.env()
+        while self.step < self.steps:
+            groups = []
+            for state in self.states(4):
+                env.start(state)
+                observation, action, reply, over = state, None, "", False
+                while not over:
+                    action = self.policy.get_action(observation, after=action)
+                    observation, reward, terminated, truncated, _ = env.step(action.text)
+                    over, reply = terminated or truncated, reply + action.text + observation
+                    self.reward(action, reward + action.text.count("1"))
+                    groups.append(Group(state, [action]))
+                    assert over or env.reply == reply
+            full = self.policy.get_action("4" * 80, after=action)  # the reply has no space left
+            self.reward(full, 0.0)
+            groups.append(Group(state, [full]))
+            self.credit(groups)
+            self.record(groups, self.learn(groups))
+
+
+def test_a_custom_loop_trains_in_an_environment_that_continues_within_a_reply(small: SmallRuns) -> None:
+    settings = {
+        "model.tokenizer": "characters",
+        "task.args": {"style": "plain", "train_size": 24, "eval_size": 10},
+        "env": {"name": "stepwise", "args": {"calculator": True}, "max_tokens": 12},
+        "sampling.max_new_tokens": 80,
+        "algo.recipe": "reinforce",
+        "reward.function": "",
+        "runs_dir": str(small.runs),
+    }
+    trainer = Lined(small.config, settings, quiet=True)
+    assert trainer.run()["steps"] == 2
+    assert all(row["optim/grad_norm"] > 0 for row in small.metrics() if "optim/grad_norm" in row)
+    decode = trainer.training.collector.renderer.decode
+    followed, groups = 0, read_rollouts(small.runs / "small", 1)
+    assert groups[-1].rollouts[0].length == 0
+    for group in groups:
+        (action,) = group.rollouts
+        (turn,) = action.turns
+        assert action.loss_mask == [0] * len(turn.context_ids) + [1] * action.length and action.length <= 12
+        assert not any(stop in action.text[:-1] for stop in "\n=")
+        followed += decode(turn.context_ids)[-1:] in ("\n", "=")
+    assert followed
+    state, policy = trainer.states(1)[0], trainer.policy
+    first = policy.get_action(state)
+    second = policy.get_action("4>>", after=first)
+    context = second.turns[0].context_ids
+    assert context[: len(first.token_ids)] == first.token_ids and decode(context[len(first.token_ids) :]) == "4>>"
+    with pytest.raises(UserError, match="what its step returned"):
+        policy.get_action(state, after=first)
 
 
 def test_invalid_states_and_empty_steps_are_refused(small: SmallRuns) -> None:

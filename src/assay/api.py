@@ -26,7 +26,7 @@ from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.resolve import find_run
 from assay.train.trust import guard_run
-from assay.types import Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 if TYPE_CHECKING:  # torch is imported when a run is built
     from assay.train.run import TrainingRun
@@ -51,16 +51,21 @@ class Policy:
         """Number of completed training steps."""
         return self._training.state.step
 
-    def get_action(self, state: PromptLike, greedy: bool = False) -> Rollout:
+    def get_action(self, state: PromptLike, greedy: bool = False, after: Rollout | None = None) -> Rollout:
         """Sample one answer, without a verdict; its text is `text`. Repeated calls in a step give different samples.
 
         In an environment, it ends like any action: at `env.max_tokens`, or at a stop string of the environment.
+        `after`: the previous action of the episode; `state` is then the observation that follows it. The new action has
+        the tokens of the episode so far as context. In an environment that continues within a reply, the observation
+        and the action continue that reply. If the reply has ended or reached its length limit, the action is empty.
         """
         from assay.engine import Request, generate
         from assay.rollout import request_seed, sampling_params, with_stops
+        from assay.rollout.episodes import added_text
 
-        cfg, collector, prompt = self._training.cfg, self._training.collector, as_prompt(state)
+        cfg, collector = self._training.cfg, self._training.collector
         renderer, env = collector.renderer, collector.env
+        prompt = as_prompt(state) if after is None else after.prompt
         if self._version != self.version:
             self._version, self._actions = self.version, Counter()
         key = f"{prompt.id}#action-{self._actions[prompt.id]}"
@@ -71,11 +76,24 @@ class Policy:
             temperature=0.0 if greedy else params.temperature,
             max_new_tokens=min(cfg.env.max_tokens or params.max_new_tokens, params.max_new_tokens),
         )
-        ids = renderer.prompt_ids(prompt)
+        ids, reply = renderer.prompt_ids(prompt), list[int]()
+        if after is not None:
+            if env is None or isinstance(state, Prompt):
+                raise UserError("after=action requires an environment, and as state what its step returned")
+            last, start = after.turns[-1].completion.token_ids, len(ids)
+            ids = after.token_ids + collector.episode_runner(collector.engine, env).observation_ids(prompt, last, state)
+            if env.inline:
+                reply, ended = ids[start:], not last or last[-1] in renderer.stop_token_ids
+                room = min(cfg.sampling.max_new_tokens - len(reply), collector.engine.info.max_length - len(ids))
+                if ended or room <= 0:
+                    return Rollout(prompt, 0, [Turn(ids, Completion([], [], [], Finish.LENGTH, self.version), "")])
+                tokens = min(params.max_new_tokens, room)
+                params = replace(params, max_new_tokens=tokens, min_new_tokens=min(params.min_new_tokens, tokens))
         collector.check_lengths([prompt], [ids])
         seed = request_seed(cfg.seed, self.version, key)
         ((completion,),) = generate(collector.engine, [Request(ids, params, seed, name=prompt.id)])
-        return Rollout(prompt, 0, [Turn(list(ids), completion, renderer.decode(completion.token_ids))])
+        before, text = renderer.decode(reply), renderer.decode([*reply, *completion.token_ids])
+        return Rollout(prompt, 0, [Turn(list(ids), completion, added_text(renderer, before, text, completion))])
 
 
 class Trainer(ABC):
@@ -173,8 +191,6 @@ class Trainer(ABC):
         env = self.training.collector.env
         if env is None:
             raise UserError("the run has no environment: set env.name, e.g. guess")
-        if env.inline:
-            raise UserError(f"{env.name} continues within a reply, which get_action does not support: use sample()")
         return StepLimit(env.standalone(), self.training.cfg.env.max_steps or env.max_steps)
 
     def reward(self, action: Rollout, value: float) -> None:

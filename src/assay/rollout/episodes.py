@@ -199,9 +199,7 @@ class EpisodeRunner:
             completion.finish = Finish.ACTION
         episode.reply += completion.token_ids
         text = self.renderer.decode(episode.reply)
-        action = text.removeprefix(episode.reply_text)
-        if not text.startswith(episode.reply_text):  # its last character was incomplete and is now complete
-            action = self.renderer.decode(completion.token_ids)
+        action = added_text(self.renderer, episode.reply_text, text, completion)
         episode.turns.append(Turn(episode.next_context_ids, completion, action))
         episode.next_context_ids, episode.reply_text = [], text
         return action
@@ -219,9 +217,9 @@ class EpisodeRunner:
             if truncated:
                 episode.cut_off = "the environment cut it off"
             if truncated and not terminated and observation:
-                episode.bootstrap_ids = self._observation_ids(episode, observation)
+                episode.bootstrap_ids = self.observation_ids(episode.prompt, episode.reply, observation)
             return
-        episode.next_context_ids = self._observation_ids(episode, observation)
+        episode.next_context_ids = self.observation_ids(episode.prompt, episode.reply, observation)
         if self.env.inline:
             episode.reply += episode.next_context_ids
             episode.reply_text = self.renderer.decode(episode.reply)
@@ -233,12 +231,12 @@ class EpisodeRunner:
         elif limit := self._limit(episode):
             episode.cut_off, episode.bootstrap_ids = limit, episode.next_context_ids
 
-    def _observation_ids(self, episode: Episode, observation: Observation) -> list[int]:
-        """Tokens of an observation, including the header of the policy's next turn."""
+    def observation_ids(self, prompt: Prompt, reply: Sequence[int], observation: Observation) -> list[int]:
+        """Tokens of an observation after a reply, including the header of the policy's next turn."""
         messages: Sequence[Message] = as_messages(observation, self.env.role)
         if self.env.inline:
             return self.renderer.inline_ids("".join(message["content"] for message in messages))
-        return self.renderer.next_turn_ids(episode.prompt, episode.reply, messages)
+        return self.renderer.next_turn_ids(prompt, reply, messages)
 
     def _limit(self, episode: Episode) -> str:
         """Description of the limit that an episode has reached; empty if none."""
@@ -399,6 +397,13 @@ class EpisodeBatch:
 
     def _add(self, request: Request, episodes: Sequence[Episode]) -> None:
         self.requests[self.engine.add(request)] = dict(enumerate(episodes))
+
+
+def added_text(renderer: Renderer, before: str, text: str, completion: Completion) -> str:
+    """The text that a completion adds to a reply, which was `before` and is now `text`."""
+    if text.startswith(before):
+        return text.removeprefix(before)
+    return renderer.decode(completion.token_ids)  # the last character of `before` was incomplete and is now complete
 
 
 def kept_handles(episodes: Iterable[Episode]) -> list[int]:
