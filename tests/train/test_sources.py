@@ -306,11 +306,13 @@ def test_inherited_answers_have_the_same_age_whatever_versions_sampled_them(tmp_
     groups = [group_of(version, number) for version, number in ((40, 0), (41, 1))]
     for completion in [turn.completion for rollout in groups[1].rollouts for turn in rollout.turns]:
         completion.version_spans = ((41, 1), (43, len(completion.token_ids) - 1))
+    renderer = {tuple(t.completion.token_ids): t.text for g in groups for r in g.rollouts for t in r.turns}
+    continued = groups[1].rollouts[0].turns[0]  # an action of a custom loop, within a reply
+    continued.text = f" {continued.text}"
     other = ReplayBuffer(capacity=2)
     other.add(groups)
     other.save(tmp_path)
     buffer = ReplayBuffer(capacity=4, max_staleness=3)
-    renderer = {tuple(t.completion.token_ids): t.text for g in groups for r in g.rollouts for t in r.turns}
     buffer.inherit(tmp_path, vocab_size=1000, decode=lambda ids: renderer[tuple(ids)])
     assert [buffer.mean_age(version) for version in range(3)] == [1, 2, 3]
     logprobs = [[r.engine_logprobs for r in group.rollouts] for group in groups]

@@ -244,7 +244,8 @@ class ReplayBuffer:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts:
             first = rollout.turns[0]
-            if max(rollout.token_ids) >= vocab_size or decode(first.completion.token_ids) != first.text:
+            decoded = decode(first.completion.token_ids)  # without the space before an action that continues a reply
+            if max(rollout.token_ids) >= vocab_size or decoded.strip() != first.text.strip():
                 raise UserError(f"the buffer in {folder} has another tokenizer: load a buffer of the same model")
             for turn in rollout.turns:
                 turn.completion.version, turn.completion.version_spans = -1, ()
