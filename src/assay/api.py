@@ -93,7 +93,8 @@ class Policy:
         seed = request_seed(cfg.seed, self.version, key)
         ((completion,),) = generate(collector.engine, [Request(ids, params, seed, name=prompt.id)])
         before, text = renderer.decode(reply), renderer.decode([*reply, *completion.token_ids])
-        return Rollout(prompt, 0, [Turn(list(ids), completion, added_text(renderer, before, text, completion))])
+        action = added_text(renderer, before, text, completion.token_ids)
+        return Rollout(prompt, 0, [Turn(list(ids), completion, action)])
 
 
 class Trainer(ABC):

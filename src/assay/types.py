@@ -214,6 +214,7 @@ class Turn:
     text: str  # the decoded completion, without special tokens
     reward: float = 0.0  # of this environment step, before shaping; 0 if only the whole episode is judged
     masked: bool = False  # excluded from the loss by the environment: context only
+    inserted: str = ""  # decoded context that the environment put into the policy's reply, such as a tool's result
 
     @property
     def trained(self) -> int:
@@ -244,7 +245,8 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        return "".join(turn.text for turn in self.turns)
+        """All turns, with what the environment inserted into the reply."""
+        return "".join(turn.inserted + turn.text for turn in self.turns)
 
     @property
     def token_ids(self) -> list[int]:

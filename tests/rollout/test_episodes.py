@@ -119,7 +119,12 @@ def test_tool_results_have_loss_mask_0() -> None:
     found = rollouts(part.collect(task.prompts("train")[:4], params, (0, 0)))
     answered = [(r, i) for r in found for i, turn in enumerate(r.turns) if i and turn.context_ids]
     assert answered
+    decode = part.renderer.decode
+    for rollout in found:  # the text of a rollout is its whole reply, with the results
+        ids = rollout.token_ids[len(rollout.turns[0].context_ids) :]
+        assert rollout.text == decode(ids)
     for rollout, place in answered:
+        assert rollout.turns[place].inserted.strip() == decode(rollout.turns[place].context_ids)
         result = part.renderer.tokenizer.decode(rollout.turns[place].context_ids)
         assert result.endswith(">>") or "error" in result
         start = sum(len(t.context_ids) + len(t.completion.token_ids) for t in rollout.turns[:place])

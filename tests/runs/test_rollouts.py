@@ -141,7 +141,7 @@ def test_every_field_is_saved(tmp_path: Path) -> None:
     rollout = Rollout(
         prompt,
         sample=3,
-        turns=[Turn([1, 2], masked, "four", 0.5, True), Turn([3], completion, "4", 0.25, True)],
+        turns=[Turn([1, 2], masked, "four", 0.5, True, "2>>"), Turn([3], completion, "4", 0.25, True, "4>>")],
         verdict=Verdict(0.75, Status.TIMEOUT, "4", {"accuracy": 1.0}, "slow"),
         reward=0.5,
         advantage=-0.5,

@@ -128,6 +128,7 @@ class Episode:
     next_context_ids: list[int] = field(default_factory=list)  # tokens between the last turn and the next one
     reply: list[int] = field(default_factory=list)  # tokens since the policy's reply began, with inline observations
     reply_text: str = ""
+    inserted: str = ""  # text of `next_context_ids`, if it continues the reply
     answer: str | None = None  # left to the run's judge
     verdict: Verdict | None = None
     cut_off: str = ""  # the limit that ended it
@@ -199,9 +200,9 @@ class EpisodeRunner:
             completion.finish = Finish.ACTION
         episode.reply += completion.token_ids
         text = self.renderer.decode(episode.reply)
-        action = added_text(self.renderer, episode.reply_text, text, completion)
-        episode.turns.append(Turn(episode.next_context_ids, completion, action))
-        episode.next_context_ids, episode.reply_text = [], text
+        action = added_text(self.renderer, episode.reply_text, text, completion.token_ids)
+        episode.turns.append(Turn(episode.next_context_ids, completion, action, inserted=episode.inserted))
+        episode.next_context_ids, episode.reply_text, episode.inserted = [], text, ""
         return action
 
     def apply_step(self, episode: Episode, step: Step) -> None:
@@ -222,7 +223,9 @@ class EpisodeRunner:
         episode.next_context_ids = self.observation_ids(episode.prompt, episode.reply, observation)
         if self.env.inline:
             episode.reply += episode.next_context_ids
-            episode.reply_text = self.renderer.decode(episode.reply)
+            text = self.renderer.decode(episode.reply)
+            episode.inserted = added_text(self.renderer, episode.reply_text, text, episode.next_context_ids)
+            episode.reply_text = text
         else:
             episode.reply, episode.reply_text = [], ""
         last = episode.turns[-1].completion.token_ids[-1]
@@ -399,11 +402,11 @@ class EpisodeBatch:
         self.requests[self.engine.add(request)] = dict(enumerate(episodes))
 
 
-def added_text(renderer: Renderer, before: str, text: str, completion: Completion) -> str:
-    """The text that a completion adds to a reply, which was `before` and is now `text`."""
+def added_text(renderer: Renderer, before: str, text: str, token_ids: Sequence[int]) -> str:
+    """The text that tokens add to a reply, which was `before` and is now `text`."""
     if text.startswith(before):
         return text.removeprefix(before)
-    return renderer.decode(completion.token_ids)  # the last character of `before` was incomplete and is now complete
+    return renderer.decode(token_ids)  # the last character of `before` was incomplete and is now complete
 
 
 def kept_handles(episodes: Iterable[Episode]) -> list[int]:

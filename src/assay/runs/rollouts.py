@@ -7,7 +7,8 @@ that gives the reason.
 
 Every line, and every .npz file, carries the version of this schema; files without one have version 1. Version 2 added
 `trainer_logprobs` and `ref_logprobs`, and leaves `kept_mass` and `entropy` out if the engine does not report them.
-`entropies`, `baseline` and `bootstrap_ids` were added later without a new version, because readers can ignore them.
+`entropies`, `baseline`, `bootstrap_ids` and `inserted` were added later without a new version, because readers can
+ignore them.
 """
 
 from __future__ import annotations
@@ -216,6 +217,8 @@ def _turn_line(turn: Turn) -> dict[str, Any]:
     }
     reported = {"kept_mass": completion.kept_mass, "entropy": completion.entropy}
     line |= {name: value for name, value in reported.items() if value is not None}
+    if turn.inserted:
+        line["inserted"] = turn.inserted
     if completion.version_spans:
         line["version_spans"] = completion.version_spans
     return line
@@ -297,7 +300,8 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
             version_spans=tuple((version, tokens) for version, tokens in turn.get("version_spans", ())),
         )
         reward, masked = _number(turn.get("reward", 0.0)), turn.get("masked", False)
-        turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward, masked))
+        inserted = turn.get("inserted", "")
+        turns.append(Turn(flat["token_ids"][start:written], completion, turn["text"], reward, masked, inserted))
         for name, values in trained.items():
             values += [] if masked else flat[name][written:end]
         start = end
