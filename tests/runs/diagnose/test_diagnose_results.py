@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,25 @@ def test_a_difference_that_may_be_chance_is_a_note_with_the_number_of_problems_n
     assert "+10.0 points on 50 problems (9 gained, 4 lost)" in cause.evidence and "about 210 problems" in cause.remedy
     assert not diagnose(steps(9, {}), CONFIG, summary(0.5, 0.7, 10, 0, 0.002))
     assert not diagnose(steps(9, {}), CONFIG, summary(0.5, 0.5, 4, 4, 1.0))  # no difference to confirm
+
+
+def evaluated(*accuracies: float) -> list[dict[str, Any]]:
+    """A step for each evaluation, with intervals of 5 points on both sides."""
+    return [
+        row | {"eval/accuracy": accuracy, "eval/low": accuracy - 0.05, "eval/high": accuracy + 0.05}
+        for row, accuracy in zip(steps(len(accuracies), {}), accuracies, strict=True)
+    ]
+
+
+def test_a_run_that_ends_far_below_its_best_evaluation_is_reported_even_if_it_has_gained() -> None:
+    gain = summary(0.44, 0.52, 30, 10, 1e-4)
+    (cause,) = diagnose(evaluated(0.6, 0.75, 0.64), CONFIG, gain)
+    assert cause.name == "fell_from_best" and "75.0 % in step 2 to 64.0 % in step 3" in cause.evidence
+    assert not diagnose(evaluated(0.6, 0.75, 0.66), CONFIG, gain)  # the intervals overlap
+    assert not diagnose(evaluated(0.75, 0.6, 0.75), CONFIG, gain)  # it has recovered
+    unstable = [*evaluated(0.75), *steps(28, {"length/truncated": 1.0, "length/mean": 64.0}, first=2)]
+    assert not diagnose(unstable, CONFIG, gain)
+    assert names([*unstable, *evaluated(0.5)], CONFIG, gain) == ["fell_from_best"]
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(0.12, 0.04), (0.2, 0.15)])

@@ -25,7 +25,7 @@ def found(parameters: int | None = None, **changes: Any) -> list[tuple[str, str]
     ],
 )
 def test_a_loss_that_is_zero_by_construction_is_an_error(changes: dict[str, Any], key: str) -> None:
-    ((name, text),) = found(**changes)
+    ((name, text),) = found(1_000_000, **changes)
     assert name == "zero_loss" and key in text
 
 
@@ -43,7 +43,15 @@ def test_a_loss_that_is_zero_by_construction_is_an_error(changes: dict[str, Any]
     ],
 )
 def test_settings_that_can_learn_are_silent(changes: dict[str, Any]) -> None:
-    assert found(**changes) == []
+    assert found(1_000_000, **changes) == []
+
+
+def test_few_answers_per_step_are_noted_for_models_that_are_not_small() -> None:
+    few, replayed = {"train": {"prompts": 8, "samples": 8}}, {"replay": {"groups": 8}}
+    for parameters in (LARGE, None):  # None: a model on the hub
+        ((name, text),) = found(parameters, **few)
+        assert name == "small_batch" and "64 answers" in text and "train.prompts (now 8)" in text
+    assert not found(LARGE - 1, **few) and not found(LARGE, **few, **replayed)
 
 
 def test_a_warm_up_that_is_not_shorter_than_the_run_is_reported() -> None:

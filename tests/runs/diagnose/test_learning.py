@@ -52,8 +52,8 @@ def test_few_steps_or_few_answers_are_no_evidence_during_a_run(name: str) -> Non
     assert not errors([*steps(8, changes), *steps(1, {}, first=9)], CONFIG)
 
 
-# If the reward falls at the same time, and answers become unreadable or identical, the learning rate is the cause.
-LATE = {"no_answer": "learning_rate_high", "equal_in_groups": "learning_rate_high"}
+# If the reward falls at the same time, and answers become unreadable, endless or identical, the cause is the rate.
+LATE = dict.fromkeys(("no_answer", "truncated", "equal_in_groups"), "learning_rate_high")
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSES if name != "too_easy"])

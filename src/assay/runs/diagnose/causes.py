@@ -36,11 +36,13 @@ CAUSES: dict[str, tuple[Severity, ...]] = {
     "always_clipped": ("warning",),
     "few_useful_groups": ("warning",),
     "too_easy": ("warning",),
+    "fell_from_best": ("warning",),
     "memory_full": ("warning",),
     "slow": ("warning",),
     "starving": ("warning",),
     "no_change": ("warning",),
     "not_significant": ("note",),
+    "small_batch": ("note",),
     "risky_setting": ("note",),
     "unused_setting": ("note",),
 }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from assay.runs.console import finite
 from assay.runs.diagnose.causes import Diagnosis, now, percent, setting
 from assay.runs.diagnose.history import FIRST, LONG, MIN_STEPS, Row, RunHistory, Window, mean_of, trailing, values
 
@@ -32,6 +33,22 @@ def has_gained(summary: Mapping[str, Any]) -> bool:
     before, after, paired = results_of(summary)
     gain = after.get("accuracy", 0.0) - before.get("accuracy", 0.0)
     return gain > 0 and paired.get("p_value", 1.0) < SIGNIFICANT
+
+
+def fell_from_best(run: RunHistory) -> Diagnosis | None:
+    """The last evaluation is far below an earlier one: their 95 % intervals do not overlap."""
+    evals = [row for row in run.steps if all(finite(row, f"eval/{name}") is not None for name in ("accuracy", "low"))]
+    best = max(evals, key=lambda row: row["eval/low"], default=None)
+    if best is None or best["eval/low"] <= (finite(evals[-1], "eval/high") or 1.0):
+        return None
+    earlier, last = (f"{100 * row['eval/accuracy']:.1f} % in step {row['step']}" for row in (best, evals[-1]))
+    return Diagnosis(
+        "fell_from_best",
+        f"the accuracy in evaluations during the run fell from {earlier} to {last}",
+        f"keep the best checkpoint (save.best = true), end earlier ({now(run.config, 'train.steps')}), or lower "
+        f"{now(run.config, 'optim.lr')}",
+        "warning",
+    )
 
 
 def unchanged_accuracy(summary: Mapping[str, Any], config: Mapping[str, Any]) -> Diagnosis | None:

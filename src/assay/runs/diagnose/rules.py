@@ -10,7 +10,7 @@ from assay.runs.diagnose.causes import Diagnosis, ranked
 from assay.runs.diagnose.history import FIRST, Row, RunHistory, Window
 
 Rule = Callable[[RunHistory], Diagnosis | None]
-# Rules that do not apply to a run whose accuracy has increased significantly.
+# Rules that do not apply to a run whose accuracy has increased significantly, up to its end.
 LEARNING: tuple[Rule, ...] = (
     learning.cannot_learn,
     learning.judge_often_fails,
@@ -34,11 +34,13 @@ def diagnose(
 
     A cause that is only a consequence of another one in the list is left out. `rows`: lines of metrics.jsonl; of a long
     run, the first and the last steps are enough. `summary`: of a finished run, for which any number of steps is
-    evidence. If its accuracy has increased significantly, only causes that concern the machine remain.
+    evidence. If its accuracy has increased significantly and is not far below the best one during the run, only causes
+    that concern the machine remain.
     """
     run = RunHistory([row for row in rows if "reward/mean" in row], config, finished=summary is not None)
-    gained = summary is not None and results.has_gained(summary)
-    found = [rule(run) for rule in (*(() if gained else LEARNING), *MACHINE)]
+    fallen = results.fell_from_best(run)
+    gained = summary is not None and results.has_gained(summary) and fallen is None
+    found = [fallen, *(rule(run) for rule in (*(() if gained else LEARNING), *MACHINE))]
     if summary is not None and not gained:
         found.append(results.not_significant(summary, config))
         if not Window(run.steps[FIRST:], run.first, config).improving:

@@ -8,6 +8,7 @@ from typing import Any
 from assay.runs.diagnose.causes import Diagnosis, now, setting
 
 LARGE = 50_000_000  # parameters; smaller models need and bear learning rates that destroy larger ones
+SMALL_BATCH = 128  # answers per step
 # Learning rates that runs of this project and published runs have trained with, widened by a factor of 3 to 10 on
 # both sides. Configs of this repository: 1e-6 to 3e-5 for 135M to 1.5B parameters (1e-5 is already too high for
 # 1.5B), 4e-4 to 1e-2 for presets. Published RL with AdamW: 1e-7 (70B) to 1e-5; LoRA: 10 to 100 times as high.
@@ -34,6 +35,8 @@ def diagnose_settings(config: Mapping[str, Any], parameters: int | None = None) 
             "algo.drop_zero_variance removes every group, because a group of one answer has no variance",
             f"raise {now(config, 'train.samples')}, or set algo.drop_zero_variance = false",
         )
+    if cause := small_batch(config, parameters):
+        yield cause
     if parameters is not None:
         yield from far_off_learning_rates(config, parameters)
     steps, warmup = setting(config, "train.steps"), setting(config, "optim.warmup") or 0
@@ -45,6 +48,20 @@ def diagnose_settings(config: Mapping[str, Any], parameters: int | None = None) 
             f"lower {now(config, 'optim.warmup')}, or raise {now(config, 'train.steps')}",
             "warning",
         )
+
+
+def small_batch(config: Mapping[str, Any], parameters: int | None) -> Diagnosis | None:
+    """Few answers per step: noise determines the direction of an update. Presets on CPUs learn with fewer."""
+    samples = setting(config, "train.samples") or 0
+    answers = samples * ((setting(config, "train.prompts") or 0) + (setting(config, "replay.groups") or 0))
+    if answers >= SMALL_BATCH or not answers or (parameters is not None and parameters < LARGE):
+        return None
+    return Diagnosis(
+        "small_batch",
+        f"each step has only {answers} answers, so its gradient is noisy (published runs use hundreds to thousands)",
+        f"raise {now(config, 'train.prompts')} or {now(config, 'train.samples')}",
+        "note",
+    )
 
 
 def always_equal_reward(config: Mapping[str, Any]) -> tuple[str, str] | None:

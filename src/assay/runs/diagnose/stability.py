@@ -21,7 +21,7 @@ MATCHED = 0.002  # nats per token in the first step, which shows that engine and
 KL_LIMIT = 1.0  # nats per token from the reference; runs that learn stay below 0.1
 CLIPPED = 0.4  # fraction of tokens; runs that learn stay below 0.05
 CLIPPED_SEQUENCES = 0.8  # with ratios of whole sequences, whose ranges are narrow: runs that learn reach 0.58
-SHORTER, LONGER = 0.25, 2.0  # mean length relative to the first steps
+SHORTER = 0.25  # mean length relative to the first steps
 DISTORTED = 3.0  # factor of the mean length that, with a fall of the reward, shows instability
 MIN_LENGTH = 8.0  # tokens in the first steps: shorter answers have nothing to lose
 CUT_OFF, SELDOM_CUT_OFF = 0.5, 0.25  # fractions of answers
@@ -124,6 +124,9 @@ def instabilities(window: Window) -> list[str]:
     before, after = (sum(mean_of(rows, name) for name in names) for rows in (window.first, window.rows))
     if after >= before + DROP:
         signs.append(f"answers without a readable final answer went from {percent(before)} to {percent(after)}")
+    cut_off = [mean_of(rows, "length/truncated") for rows in (window.first, window.rows)]
+    if cut_off[1] >= cut_off[0] + CUT_OFF:
+        signs.append(f"answers that were cut off went from {percent(cut_off[0])} to {percent(cut_off[1])}")
     for name, limit in (("policy/kl", KL_LIMIT), ("policy/clip_fraction", CLIPPED)):
         if window.mean(name) >= limit:
             signs.append(f"{name} is {window.mean(name):.2g}")
@@ -169,8 +172,7 @@ def length_explosion(run: RunHistory) -> Diagnosis | None:
     start, cut_off = mean_of(run.first, "length/mean"), mean_of(run.first, "length/truncated")
 
     def exploded(row: Row) -> bool:
-        longer = (finite(row, "length/mean") or 0.0) >= LONGER * start
-        return longer and (finite(row, "length/truncated") or 0.0) >= CUT_OFF
+        return (finite(row, "length/mean") or 0.0) > start and (finite(row, "length/truncated") or 0.0) >= CUT_OFF
 
     window = run.trend(exploded)
     if window is None or cut_off > SELDOM_CUT_OFF or not start:
