@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from assay.runs import Run, checkpoints, resolve_model
-from assay.runs.resolve import load_resolved
+from assay.runs import Run, checkpoints
+from assay.runs.resolve import load_resolved, resolve_model
 from assay.types import UserError
 
 

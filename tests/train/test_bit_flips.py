@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_run import SmallRuns
 
-from assay.runs import resolve_model
+from assay.runs.resolve import resolve_model
 from assay.types import UserError
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")

@@ -8,68 +8,15 @@ import io
 import os
 import signal
 import sys
-import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
-
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from assay import __version__
-from assay.config.settings import keys, literals, section_at, toml_value
 from assay.runs.console import is_distributed, is_main, one_line, printable_output
 from assay.types import UserError, unknown_name
-
-WIDTH = 118
-REGISTRIES = {  # settings with built-in names, and where those are; imported only for the help
-    "task.name": "assay.tasks.registry:TASKS",
-    "env.name": "assay.envs.registry:ENVS",
-    "algo.recipe": "assay.algos.recipes:RECIPES",
-    "algo.advantage": "assay.algos.advantages:ADVANTAGES",
-    "algo.policy_loss": "assay.algos.losses:LOSSES",
-    "algo.aggregate": "assay.algos.batch:AGGREGATES",
-    "engine.name": "assay.config.sections:BUILT_IN_ENGINES",
-}
-GENERAL = "general"  # title of the settings without a section
-
-
-def settings_help(kind: type[BaseModel], only: str = "") -> str:
-    """The settings of a config class, grouped by section, for --help; `only` those of a section, or one key."""
-    groups: dict[str, list[str]] = {}
-    for key, field in keys(kind):
-        section = key.rpartition(".")[0]
-        if not only or only in (key, section or GENERAL):
-            groups.setdefault(section, []).append(entry(key, field))
-    if not groups:
-        sections = [GENERAL, *(name for name in kind.model_fields if section_at(kind, [name]))]
-        raise unknown_name("section", only, [*sections, *(key for key, _ in keys(kind))], listed=sections)
-    lines = ["settings (--section.key VALUE on the command line, or [section] key = value in a TOML file):"]
-    for section, entries in groups.items():
-        about = section_at(kind, [section]) if section else None
-        title = (about.__doc__ or "").strip().splitlines()[0] if about else ""
-        lines += ["", f"{section or GENERAL}: {title}".rstrip(), *entries]
-    return "\n".join(lines)
-
-
-def entry(key: str, field: Any) -> str:
-    default = field.get_default(call_default_factory=True)
-    shown = "" if default in (None, "", PydanticUndefined, [], {}) else f" [{toml_value(default)}]"
-    text = textwrap.wrap((field.description or "").strip() + accepted_names(key, field) + shown, WIDTH - 32) or [""]
-    return "\n".join([f"  --{key:<27} {text[0]}", *(f"{'':32}{line}" for line in text[1:])])
-
-
-def accepted_names(key: str, field: Any) -> str:
-    """The names that a setting accepts, as a part of its help; empty if there is no fixed set."""
-    if key in REGISTRIES:
-        module, _, registry = REGISTRIES[key].partition(":")
-        return f"; built in: {', '.join(getattr(importlib.import_module(module), registry))}"
-    names = literals(field.annotation)
-    return f"; one of {', '.join(names)}" if names else ""
-
 
 COMMANDS = {
     "train": "train a model on a task by reinforcement learning, as described by a config file",
@@ -209,6 +156,8 @@ def run_command(module: ModuleType, program: str, words: list[str]) -> int:
     """Parse the words as the module declares them, and run it."""
     asked = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
     if hasattr(module, "SETTINGS") and asked is not None:
+        from assay.cli.settings_help import settings_help  # the settings take longer to import than the rest
+
         if only := "".join(words[asked + 1 : asked + 2]).lstrip("-"):
             print(settings_help(module.SETTINGS, only))
         else:
@@ -234,6 +183,8 @@ def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namesp
 
 def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:
     """Separate the command's own arguments from settings, which are returned as --key=value."""
+    from assay.config.settings import keys
+
     options = {option for action in parser._actions for option in action.option_strings}
     switches = {key for key, field in keys(kind) if field.annotation is bool}
     own: list[str] = []

@@ -1,7 +1,6 @@
 """The run directory: metrics, rollouts, checkpoints, summary, and what reads them."""
 
 from assay.runs.directory import Run
-from assay.runs.resolve import resolve_model
 from assay.runs.rollouts import read_rollouts, write_rollouts
 
-__all__ = ["Run", "read_rollouts", "resolve_model", "write_rollouts"]
+__all__ = ["Run", "read_rollouts", "write_rollouts"]
