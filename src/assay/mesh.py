@@ -299,12 +299,35 @@ def init_mesh(
     elif device.type != "cpu":
         raise UserError(f"{world} processes cannot share device '{device.type}': use cuda or cpu, or one process")
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=START)
+        dist.init_process_group(backend(device), timeout=START)
         start_heartbeat(heartbeat_timeout_s)
     by_rank: list[Any] = [None] * world
     dist.all_gather_object(by_rank, (socket.gethostname(), dict(settings or {})))
     check_equal(by_rank, "start all ranks with the same command, config file, code and packages")
-    grid = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    return mesh_of_all(device, tp)
+
+
+def join_children(name: str, device: torch.device) -> Mesh:
+    """In a child process of each rank: a data-parallel mesh of these children. They meet in the store of the ranks,
+    under a name that only they use.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rank, world = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE"))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=START)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own_keys = dist.PrefixStore(f"assay/children/{attempt}/{name}", store)
+    dist.init_process_group(backend(device), store=own_keys, rank=rank, world_size=world, timeout=START)
+    return mesh_of_all(device, 1)
+
+
+def backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def mesh_of_all(device: torch.device, tp: int) -> Mesh:
+    """The mesh of all processes of the default group."""
+    grid = init_device_mesh(device.type, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     for group in (None, grid.get_group("dp"), grid.get_group("tp")):
         set_timeout(COLLECTIVE_TIMEOUT, group)
     # Gloo also next to NCCL: objects need no GPU, and GPUs do not spin while a rank judges.

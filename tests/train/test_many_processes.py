@@ -26,6 +26,7 @@ EXACT = ("--dtype", "float64", "--engine.dtype", "float64")
 WORDS = (*EXACT, "--train.steps", STEPS, "--save.every", 3, "--save.keep", 9, "--eval.every", 2)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "2 ddp": (2, ("--parallel.mode", "ddp")),
+    "2 separate": (2, ("--train.process", "separate")),
     "2 fsdp": (2, ("--parallel.mode", "fsdp")),
     "2 tp": (2, ("--parallel.tp", 2)),
     "4 ddp": (4, ("--parallel.mode", "ddp")),

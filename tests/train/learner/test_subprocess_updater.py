@@ -414,12 +414,10 @@ def test_settings_without_worker_support_are_refused(
     assert message in said and said.count("\n") == 1 and not small.runs.exists()
 
 
-class Two(Mesh):
-    world = 2  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(("mesh", "message"), [(Two(), "not for 2 processes"), (Mesh(torch.device("mps")), "for CUDA")])
-def test_several_ranks_and_mps_are_refused(mesh: Mesh, message: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "message"), [(Mesh(tp_size=2), "parallel.tp"), (Mesh(torch.device("mps")), "for CUDA")]
+)
+def test_tensor_parallelism_and_mps_are_refused(mesh: Mesh, message: str) -> None:
     cfg = TrainConfig()
     assert policy_device(cfg, mesh) == mesh.device
     cfg.train.process = "separate"
@@ -428,10 +426,10 @@ def test_several_ranks_and_mps_are_refused(mesh: Mesh, message: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_several_ranks_is_refused_with_one_message(small: SmallRuns) -> None:
-    run = small.launch(2, "train", small.config, *SEPARATE)
+def test_fsdp_is_refused_with_one_message(small: SmallRuns) -> None:
+    run = small.launch(2, "train", small.config, *SEPARATE, "--parallel.mode", "fsdp")
     said = run.communicate(timeout=300)[0]
-    assert run.returncode != 0 and said.count("is for one GPU, not for 2 processes") == 1
+    assert run.returncode != 0 and said.count("cannot shard a model") == 1
 
 
 @pytest.mark.gpu

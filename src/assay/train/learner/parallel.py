@@ -49,8 +49,8 @@ def parallelise(policy: PolicyModel, mesh: Mesh, mode: str = "auto", dtype: torc
 def pick_mode(mode: str, policy: PolicyModel, mesh: Mesh) -> str:
     if mode != "auto":
         return mode
-    if policy.quantized:
-        return "ddp"  # quantized weights cannot be sharded
+    if policy.quantized or policy.device.type != mesh.device.type:
+        return "ddp"  # quantized weights, and those of a training process, cannot be sharded
     size = sum(weight.numel() for weight in policy.parameters())
     return "fsdp" if mesh.device.type == "cuda" and size >= LARGE else "ddp"
 

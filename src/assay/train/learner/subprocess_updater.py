@@ -3,12 +3,14 @@
 Between updates, weights, optimizer state and the reference model are in main memory that both processes map. The worker
 (`UpdateWorker`), which lives for one update or a whole warm start, copies them to the device, makes its steps as any
 `Updater` does, and writes weights and optimizer state back, so the result equals that of an update in this process.
-Engine and everything else stay in the main process.
+Engine and everything else stay in the main process. With several ranks, each has a worker, and the workers form a mesh
+of their own.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import mmap
 import os
@@ -22,11 +24,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from assay.algos import Algorithm, Sums
 from assay.config import TrainConfig
-from assay.mesh import Mesh
+from assay.mesh import Mesh, join_children
 from assay.models import PolicyModel
 from assay.process.spawn import RemoteWorker, WorkerDied, exit_reason, serve
 from assay.train.faults import Fault
@@ -37,6 +40,7 @@ from assay.types import UserError
 
 ALIGNMENT = 64  # bytes, as in torch's allocator
 WORKER = "assay.train.learner.subprocess_updater"
+NUMBERS = itertools.count()  # of the meshes of workers, which all ranks start in the same order
 WEIGHTS, MOMENTS, REFERENCE = "weights", "moments", "reference"  # the shared files
 
 
@@ -110,8 +114,10 @@ def policy_device(cfg: TrainConfig, mesh: Mesh) -> torch.device:
     if cfg.train.process == "same":
         return mesh.device
     wanted = "train.process = 'separate'"
-    if mesh.world > 1:
-        raise UserError(f"{wanted} is for one GPU, not for {mesh.world} processes: start one, or leave it out")
+    if mesh.tp_size > 1 or (mesh.world > 1 and cfg.parallel.mode == "fsdp"):
+        raise UserError(
+            f"{wanted} cannot shard a model: set parallel.tp = 1 and parallel.mode = 'ddp', or leave it out"
+        )
     if mesh.device.type == "mps":
         raise UserError(f"{wanted} is for CUDA: this device shares its memory with the CPU, so leave it out")
     if cfg.train.compile == "on":
@@ -185,7 +191,8 @@ class SubprocessUpdater(Updater):
         content = self._pickled(algo, self.reference if with_reference else None)
         files = {name: (shared.file.fileno(), shared.slots) for name, shared in self.shared.items()}
         self.worker = self._next_worker()
-        self._call("begin", content, files, self.mesh.device, torch.get_num_threads())
+        group = f"update-{next(NUMBERS)}" if self.mesh.world > 1 else None
+        self._call("begin", content, files, self.mesh.device, torch.get_num_threads(), group)
 
     def _next_worker(self) -> RemoteWorker:
         """The one that was started ahead, if it is still alive."""
@@ -209,7 +216,7 @@ class SubprocessUpdater(Updater):
         names |= self._share(MOMENTS, optimizer_tensors(self.policy.named_parameters(), self.optimizer))
         if reference is not None and reference is not self.policy:
             names |= self._share(REFERENCE, dict(reference.named_parameters()))
-        plain = Updater(**updater_fields(self) | {"reference": reference, "progress": None})
+        plain = Updater(**updater_fields(self) | {"reference": reference, "progress": None, "mesh": Mesh()})
         return pickled_with_names((plain, algo), names)
 
     def _share(self, kind: str, tensors: dict[str, Tensor]) -> dict[int, tuple[Any, ...]]:
@@ -282,12 +289,16 @@ class UpdateWorker:
         files: dict[str, tuple[int, dict[str, TensorSlot]]],
         device: torch.device,
         threads: int,
+        group: str | None,
     ) -> None:
-        """Load the updater and the algorithm, with all tensors on the device."""
+        """Load the updater and the algorithm, with all tensors on the device. `group`: name of the mesh of the workers
+        of all ranks; None: there is one.
+        """
         torch.set_num_threads(threads)  # the order of summation depends on it, and so do the results
         self.shared = {name: SharedTensors(*one) for name, one in files.items()}
         try:
             self.updater, self.algo = NameUnpickler(content, self.shared, device).load()
+            self.updater.mesh = Mesh(device) if group is None else join_children(group, device)
             self.updater.policy.to(device)  # buffers
             if self.updater.reference is not None:
                 self.updater.reference.to(device)
@@ -314,6 +325,8 @@ class UpdateWorker:
         policy = self.updater.policy
         self.shared[WEIGHTS].store({name: p for name, p in policy.named_parameters() if p.requires_grad})
         self.shared[MOMENTS].store(optimizer_tensors(policy.named_parameters(), self.updater.optimizer))
+        if self.updater.mesh.world > 1:
+            dist.destroy_process_group()
         return self.shared[MOMENTS].slots
 
 
