@@ -24,9 +24,10 @@ from assay.models import build_preset, save_model
 from assay.process.spawn import RemoteWorker
 from assay.runs.rollouts import read_lines, read_rollouts
 from assay.tasks import make_task
+from assay.tasks.judging import build_judge
 from assay.text import char_tokenizer
 from assay.train import run
-from assay.train.components import build_algorithm, build_judge, build_problems, build_renderer
+from assay.train.components import build_algorithm, build_problems, build_renderer
 from assay.train.learner.subprocess_updater import SubprocessUpdater
 from assay.train.sources import ReplayBuffer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict

@@ -31,6 +31,7 @@ from assay.runs.directory import check_name
 from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
 from assay.tasks.base import NoSuchSplit, prompts_of
+from assay.tasks.judging import build_judge_pool
 from assay.text import Renderer, Tokenizer
 from assay.train import checkpoint, checks, components, trial
 from assay.train.async_source import AsyncSource
@@ -190,7 +191,7 @@ def assemble(
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task, train, evaluations = load_problems(cfg, algo, console)
     # Before the model, which may take minutes to load.
-    with components.build_judge_pool(cfg.reward, task, cfg.judge) as judge:
+    with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         checks.check_judge(judge, train[0])
     tokenizer = components.build_tokenizer(cfg.model, source, task)
     renderer = components.build_renderer(cfg.prompt, tokenizer, task)

@@ -6,7 +6,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,10 @@ from assay.config import (
     AlgoConfig,
     EngineConfig,
     EnvConfig,
-    JudgeConfig,
     LoopConfig,
     MeasureConfig,
     ModelConfig,
     PromptConfig,
-    RewardConfig,
     ServeConfig,
     TaskConfig,
     TrainConfig,
@@ -38,14 +36,13 @@ from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_mod
 from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
 from assay.models.load import check_model_folder, empty_model, has_weights
-from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, RewardMix, RewardSum
 from assay.rewards.importing import load_object, normalized
-from assay.rewards.reward_model import make_model_judge
 from assay.rollout import Collector, Limits
 from assay.runs.console import Console, count
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts
+from assay.tasks.judging import build_judge_pool
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.messages import MessageRenderer, TextTable
@@ -57,7 +54,6 @@ PRESET = "preset:"
 PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
 PRESET_LENGTH = 512
 ENDPOINT = "openai"  # the engine without weights
-TASK_JUDGE, MODEL_JUDGE = "task", "judge"  # in reward.functions
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
 TOKEN_BUDGET, LEAST_TOKEN_BUDGET = 2**14, 2**9  # default of train.token_budget, and the least one chosen for a CPU
 SMALL_ACTIVATIONS = 2**31  # bytes; a model that needs less per micro-batch is trained alike on all machines
@@ -183,66 +179,6 @@ def drop_long_prompts(
             f"dropped {dropped:,} of {len(given):,} {what} with more than {limit} tokens (train.max_prompt_tokens)"
         )
     return kept
-
-
-def build_judge_pool(cfg: RewardConfig, task: Task, judge: JudgeConfig | None = None) -> Judging:
-    """What judges answers: verifiers and reward functions in worker processes, a model (`judge`) at its endpoint."""
-    paths, weights = reward_functions(cfg)
-    pool = partial(JudgePool, workers=cfg.workers, timeout_s=cfg.timeout_s, sandbox=cfg.sandbox, pass_env=cfg.pass_env)
-    if MODEL_JUDGE not in paths:
-        return pool(build_judge(cfg, task))
-    place = paths.index(MODEL_JUDGE)
-    part_names(paths)  # refuses repeated functions
-    model, weight = make_model_judge(judge or JudgeConfig()), weights[place]
-    mix = None if place else shaping(cfg, model)
-    if len(paths) == 1:
-        return JudgePanel(model, weight, mix=mix)
-    others = {"functions": paths[:place] + paths[place + 1 :], "weights": weights[:place] + weights[place + 1 :]}
-    verifiers = build_judge(cfg.model_copy(update=others), task, shaped=mix is None)
-    return JudgePanel(model, weight, pool(verifiers), mix)
-
-
-def build_judge(cfg: RewardConfig, task: Task, shaped: bool = True) -> Judge:
-    """The judge of the settings. Weights for accuracy, format and length apply to the first of several functions.
-
-    `shaped`: false if the first function is elsewhere.
-    """
-    paths, weights = reward_functions(cfg)
-    judges: list[Judge] = [
-        task.judge(cfg.extract or None, cfg.strict) if path == TASK_JUDGE else FunctionJudge(path) for path in paths
-    ]
-    if shaped:
-        judges[0] = shaping(cfg, judges[0])
-    return RewardSum(tuple(judges), tuple(weights), part_names(paths)) if cfg.functions else judges[0]
-
-
-def shaping(cfg: RewardConfig, judge: Judge) -> RewardMix:
-    values = cfg.model_dump(include={field.name for field in fields(RewardMix)})
-    return RewardMix(judge, **values | {"format_pattern": cfg.format_pattern or None})
-
-
-def reward_functions(cfg: RewardConfig) -> tuple[list[str], list[float]]:
-    """Paths of the reward functions (TASK_JUDGE: the task's judge), and their weights."""
-    if cfg.function and cfg.functions:
-        raise UserError("reward.function and reward.functions are both set: remove one of them")
-    if not cfg.functions:
-        if cfg.weights:
-            raise UserError("reward.weights needs reward.functions, with one function per weight")
-        return [cfg.function or TASK_JUDGE], [1.0]
-    weights = cfg.weights or [1.0] * len(cfg.functions)
-    if len(weights) != len(cfg.functions):
-        raise UserError(f"reward.functions has {len(cfg.functions)} entries and reward.weights {len(weights)}")
-    return cfg.functions, weights
-
-
-def part_names(paths: Sequence[str]) -> tuple[str, ...]:
-    """Names of reward functions in metrics: the name of the function, with its file if two have the same name."""
-    short = [path.rpartition(":")[2] for path in paths]
-    full = [f"{Path(path.rpartition(':')[0]).stem}.{name}" for path, name in zip(paths, short, strict=True)]
-    names = tuple(long if short.count(name) > 1 else name for name, long in zip(short, full, strict=True))
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"reward.functions names {repeated[0]} more than once: give each function once")
-    return names
 
 
 def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokenizer:

@@ -24,6 +24,7 @@ from assay.runs.diagnose.folder import explain_leakage
 from assay.runs.diagnose.settings import diagnose_settings
 from assay.tasks import Task
 from assay.tasks.base import overlap
+from assay.tasks.judging import build_judge_pool
 from assay.train import checks, components
 from assay.train.build import evaluation_prompts
 from assay.types import UserError
@@ -98,7 +99,7 @@ def complete(cfg: TrainConfig, algo: Algorithm | None) -> dict[str, Any]:
 def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
     """Check the judge on one problem, and compare the train split with those of evaluations."""
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
-    with components.build_judge_pool(cfg.reward, task, cfg.judge) as judge:
+    with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         attempt(found, lambda: checks.check_judge(judge, train[0]), "judge_fails")
     for label, prompts in evaluation_prompts(cfg, task).items():
         kind, _, split = label.partition(":")
