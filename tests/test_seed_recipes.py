@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stub_endpoint import stub_endpoint
 
 from assay.algos import LossBatch
 from assay.cli.main import main
@@ -240,6 +241,29 @@ def test_dr_grpo_rewards_accuracy_format_and_length() -> None:
         "dr_grpo", texts, {"answer": "1200"}
     )  # 0.4 for the form; up to -0.5 for an answer that is too brief
     assert found == [(1.4, "ok"), (1.0, "ok"), (-0.6, "wrong"), (0.5, "ok"), (0.9, "ok")]
+
+
+def test_dr_grpo_evaluates_other_models_with_its_prompt_and_judge(tmp_path: Path, data: Path) -> None:
+    prepared, out = tmp_path / "gsm8k-hash", tmp_path / "out.json"
+    form = ["--arg", "solution_style=hash", "--arg", "instruction=", "--eval-size", "6"]
+    assert main(["data", "prepare", "gsm8k", "--path", str(data), "--out", str(prepared), *form]) == 0
+    problems = [json.loads(line) for line in (prepared / "test6.jsonl").read_text().splitlines()]
+    config = ["--config", str(ROOT / "configs" / "seeds" / "dr_grpo.toml")]
+
+    def solve(body: dict[str, Any]) -> str:
+        return next(f"It is {row['answer']}." for row in problems if row["question"] in body["prompt"])
+
+    for source in (["--data", str(prepared / "test6.jsonl")], ["--task.path", str(prepared)]):
+        with stub_endpoint(solve) as server:
+            words = [*config, *source, "--openai.url", server.url, "--openai.api=completions", "--reward.workers=0"]
+            assert main(["eval", "baseline", "--engine", "openai", *words, "--json", str(out)]) == 0
+        asked = sorted(body["prompt"] for body in server.requests)
+        template = settings("dr_grpo").prompt.template
+        assert asked == sorted(template.replace("{question}", problem["question"]) for problem in problems)
+        assert all("####" in text for text in asked)
+        (result,) = json.loads(out.read_text())
+        assert (result["n"], result["accuracy"], result["settings"]["max_new_tokens"]) == (6, 1.0, 1024)  # not strict
+        out.unlink()
 
 
 @pytest.mark.slow

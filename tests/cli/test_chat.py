@@ -158,6 +158,25 @@ max_new_tokens = 0
     assert code == 2 and out == ""
 
 
+def test_a_config_has_the_effect_of_its_settings_as_options(
+    models: tuple[str, str], tmp_path: Path, chat: Chat
+) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(
+        '[task]\nname = "abacus"\nargs = {max_start = 2}\n[prompt]\nstyle = "raw"\ntemplate = "Ann has {question}"\n'
+        "[reward]\nunparsable = -0.5\nworkers = 0\n[sampling]\nmax_new_tokens = 5\n"
+    )
+    run = Run.create(tmp_path, "toy", "")
+    with checkpoints.saving(run.path, 1) as folder:
+        shutil.copytree(models[0], folder / "model")
+    words = ("run:toy@1", "--runs_dir", str(tmp_path), "--prompt", "/task 3", "--temperature", "0")
+    options = ["--task", "abacus", "--task.args.max_start", "2", "--prompt.style", "raw", "--reward.workers", "0"]
+    options += ["--prompt.template", "Ann has {question}", "--reward.unparsable", "-0.5", "--max", "5"]
+    code, out, err = chat(*words, "--config", str(config))
+    assert (code, out, err) == chat(*words, *options) and code == 0 and "reward -0.5" in out
+    assert chat(*words, "--config", str(config), "--reward.unparsable", "-0.25")[1] == out.replace("-0.5", "-0.25")
+
+
 def environment() -> dict[str, str]:
     source = Path(__file__).resolve().parents[2] / "src"
     return {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}

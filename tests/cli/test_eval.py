@@ -11,7 +11,8 @@ import pytest
 from small_run import SmallRuns, gpt2_folder
 
 from assay.cli import eval as eval_command
-from assay.cli.main import main
+from assay.cli.main import main, parse
+from assay.config import MeasureConfig
 from assay.evals.stats import mcnemar, wilson
 
 
@@ -124,11 +125,50 @@ def test_prepared_files_are_evaluated(small: SmallRuns, tmp_path: Path) -> None:
     assert result["n"] == 6
     rows = rows_of(tmp_path / "answers.jsonl")
     assert [row["id"] for row in rows] == [row["id"] for row in rows_of(file)]
-    assert all("####" in row["completion"] or row["status"] == "no_answer" for row in rows)
+    assert all(row["parsed"] == row["completion"] for row in rows)  # by the reward function of the run
     (tmp_path / "out.json").unlink()
     assert max(row["length"] for row in rows) <= 8  # the length limit of the run
+    (judged,) = evaluate(small, tmp_path, "run:small@last", "--data", file, "--reward.function", "")
+    (tmp_path / "out.json").unlink()
     (named,) = evaluate(small, tmp_path, "run:small@last", "--task", "abacus", "--eval.final_examples", 6)
-    assert named["statuses"] == result["statuses"]  # the file's judge is the task's
+    assert named["statuses"] == judged["statuses"] != result["statuses"]  # the file's judge is the task's
+
+
+def test_a_config_is_used_like_the_settings_of_a_run(small: SmallRuns, tmp_path: Path) -> None:
+    words = ("--eval.final_examples", 8)
+    (run,) = evaluate(small, tmp_path, "run:small@last", *words)
+    (tmp_path / "out.json").unlink()
+    folder = small.checkpoint(3) / "model"
+    (result,) = evaluate(small, tmp_path, folder, "--config", small.config, *words)
+    assert result | {"model": run["model"]} == run and result["statuses"] != {"no_answer": 8}
+
+
+def settings(*words: object) -> MeasureConfig:
+    return eval_command.settings_of(parse(eval_command, "assay eval", [*map(str, words)]))
+
+
+def test_options_replace_settings_of_the_config(small: SmallRuns, tmp_path: Path) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(
+        '[task]\nname = "jsonl"\npath = "train.jsonl"\nargs = {answer_column = "gold"}\n[env]\nname = "calculator"\n'
+        '[prompt]\nstyle = "raw"\ntemplate = "{question} ####"\n[reward]\nextract = "hash"\nwrong = -1\n'
+        '[judge]\nurl = "http://127.0.0.1:1"\n[eval]\nfinal_examples = 5\nsamples = 4\n'
+    )
+    cfg = settings("run:small@0", "--runs_dir", small.runs, "--config", config)  # not those of the run
+    assert (cfg.task.name, cfg.env.name, cfg.reward.wrong, cfg.eval.samples) == ("jsonl", "calculator", -1, 4)
+    assert cfg.judge.url == "http://127.0.0.1:1"  # the config is the user's own
+    cfg = settings("m", "--config", config, "--reward.wrong", 0, "--prompt", '{ system = "Think." }')
+    assert (cfg.reward.wrong, cfg.reward.extract) == (0, "hash")
+    assert (cfg.prompt.system, cfg.prompt.template, cfg.prompt.style) == ("Think.", "", "auto")
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"question": "1 + 1", "gold": 2}\n')
+    cfg = settings("m", "--config", config, "--data", data)
+    assert (cfg.task.name, cfg.task.path, cfg.task.args) == ("jsonl", str(data), {"answer_column": "gold"})
+    assert (cfg.env.name, cfg.reward.wrong, cfg.eval.samples) == ("calculator", -1, 4)
+    assert (cfg.eval.final_split, cfg.eval.final_examples) == ("all", 0)
+    config.write_text('[task]\nname = "gsm8k"\nargs = {annotations = true}\n[reward]\nwrong = -1\n')
+    cfg = settings("m", "--config", config, "--data", data)
+    assert (cfg.task.name, cfg.task.args, cfg.reward.wrong) == ("jsonl", {}, -1)  # gsm8k has another format
 
 
 def test_gold_answers_of_a_jsonl_file(small: SmallRuns, tmp_path: Path) -> None:
@@ -193,6 +233,7 @@ def test_bad_input_is_one_line(small: SmallRuns, tmp_path: Path, capsys: pytest.
         ((bare, "--task", "abacus"), "no chat template"),
         (("run:small@last", "--data", tmp_path / "none.jsonl"), "no file at"),
         (("run:small@last", "--data", empty), "is empty"),
+        (("run:small@last", "--config", tmp_path / "none.toml"), "no config file at"),
         (("run:small@last", "--json", taken), "exists: choose another"),
         (("run:small@last", "--answers", taken), "exists: choose another"),
         (("run:small@last", "--json", tmp_path / "no" / "out.json"), "does not exist"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from assay.cli.eval import add_trust, inherited_settings
+from assay.cli.eval import add_config, add_trust, inherited_settings
 from assay.config import Count, EvalConfig, MeasureConfig, NonNegative
 from assay.config.settings import load_settings, parse_overrides
 from assay.runs.console import Console
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 HELP = """Talk to one or several models. /help in the chat lists its commands, e.g. /task, which grades the answers.
 
 Several models answer the same questions side by side, each with its own history. For a checkpoint of a run, the run's
-task, prompt and length settings are used. The same questions with the same --seed give the same answers.
+task, prompt and length settings are used, and with --config those of a training config. The same questions with the
+same --seed give the same answers.
   assay chat run:demo@0 run:demo@last
   assay chat Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 3 + 4?" --temperature 0
   assay chat run:demo@best --samples 8 --prompt "/task abacus 17"
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="T", help="short for --eval.temperature [0.7]")
     parser.add_argument("--samples", metavar="N", help="short for --eval.samples [1]")
     parser.add_argument("--max", metavar="N", help="short for --eval.max_new_tokens")
+    add_config(parser)
     add_trust(parser)
 
 
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     short = {"temperature": args.temperature, "samples": args.samples, "max_new_tokens": args.max}
     words = [word for key, value in short.items() if value is not None for word in (f"--eval.{key}", value)]
     overrides = parse_overrides([*args.overrides, *words])
-    cfg = settings_of(args.models, overrides, args.trust)
+    cfg = settings_of(args.models, overrides, args.trust, args.config)
     for stream in (sys.stdin, sys.stdout):  # invalid bytes in a pipe must not end the conversation
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -80,7 +82,8 @@ def converse_with(args: argparse.Namespace, cfg: ChatConfig, overrides: dict[str
         questions.task(cfg.task.name)  # report a mistake in it now, not at the first question
     try:
         models = [
-            load_chat_model(model, args.models, overrides, questions, console, args.trust) for model in args.models
+            load_chat_model(model, args.models, overrides, questions, console, args.trust, args.config)
+            for model in args.models
         ]
         console.stop()
         session = ChatSession(models, questions, sampling_params(cfg.eval, cfg.eval.samples), cfg.seed, Screen())
@@ -91,8 +94,12 @@ def converse_with(args: argparse.Namespace, cfg: ChatConfig, overrides: dict[str
         questions.close()
 
 
-def settings_of(models: list[str], overrides: dict[str, Any], trust: bool = False) -> ChatConfig:
-    """The settings of the first model that is a run's checkpoint (of [eval] only length and stops), then overrides."""
+def settings_of(
+    models: list[str], overrides: dict[str, Any], trust: bool = False, config: str | None = None
+) -> ChatConfig:
+    """The settings of a config file or of the first model that is a run's checkpoint (of [eval] only length and stops),
+    then overrides.
+    """
     runs_dir = Path(str(overrides.get("runs_dir", ChatConfig().runs_dir)))
     dropped = {"task", "reward"} if {"task", "task.name"} & set(overrides) else set()
     inherited = inherited_settings(
@@ -101,6 +108,7 @@ def settings_of(models: list[str], overrides: dict[str, Any], trust: bool = Fals
         overrides,
         trust,
         lambda key: key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop"),
+        config,
     )
     return load_settings(ChatConfig, None, {**inherited, **overrides})
 
@@ -112,12 +120,15 @@ def load_chat_model(
     questions: TaskQuestions,
     console: Console,
     trust: bool = False,
+    config: str | None = None,
 ) -> ChatModel:
-    """A checkpoint uses the settings of its own run; other models those of the first checkpoint, to be comparable."""
+    """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
+    to be comparable.
+    """
     from assay.cli.chat_screen import ChatModel
     from assay.train import components
 
-    cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust)
+    cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust, config)
     needs_task = cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name
     try:
         task = questions.task(cfg.task.name) if needs_task else None

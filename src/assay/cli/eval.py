@@ -24,15 +24,19 @@ if TYPE_CHECKING:
 
 HELP = """Evaluate one or several models on the same problems.
 
-For a checkpoint of a run (run:NAME@best), the run's task, prompt and reward settings are used; options override them.
+For a checkpoint of a run (run:NAME@best), the run's task, environment, prompt and reward settings are used. With
+--config, those of a training config are used instead. Options override them.
   assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
+  assay eval Qwen/Qwen2.5-0.5B-Instruct --config configs/seeds/dr_grpo.toml
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1
 With --engine openai, MODEL is the name of a model at an OpenAI-compatible endpoint (--openai.url URL)."""
 SETTINGS = MeasureConfig
-INHERITED = ("task", "env", "prompt", "reward", "judge", "eval")  # sections that a checkpoint inherits from its run
+INHERITED = ("task", "env", "prompt", "reward", "judge", "eval")  # sections taken from a run or a config
 NOT_INHERITED = ("judge.url", "judge.api_key_env")  # the settings of a run decide neither where a key goes nor which
 KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")  # inherited from the run even if the task is another
+SELECTION = ("eval.final_split", "eval.final_examples")  # not inherited with --data, which evaluates the whole file
 TRAINING_ONLY = {"every", "split", "examples"}  # settings of [eval] that are not used here
+JSONL = "jsonl"  # the task that reads any file
 CHECKED_TEXTS = 1_000  # problems that are checked for words unknown to the tokenizer
 GENERATED = 500  # problems of an endless split, unless eval.final_examples is set
 
@@ -45,9 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", choices=("train", "validation", "test", "all"), help="split of the task [test; with --data: all]"
     )
+    add_config(parser)
     parser.add_argument("--json", metavar="FILE", help="write all results as JSON")
     parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict as JSONL")
     add_trust(parser)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help="use task, environment, prompt and judge of this training config"
+    )
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
@@ -100,28 +111,39 @@ def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Conso
 
 
 def settings_of(args: argparse.Namespace) -> MeasureConfig:
-    """The settings of the first model that is a run's checkpoint, then the options."""
+    """The settings of --config or of the first model that is a run's checkpoint, then the options."""
     overrides = parse_overrides(args.overrides)
+    other_task = {"task", "task.name"} & set(overrides)
+    other_problems = other_task or {"env", "env.name"} & set(overrides)
     if args.data:
         if not Path(args.data).is_file():
             raise UserError(f"no file at {args.data}: --data takes a JSONL or Parquet file with one problem per row")
         overrides["task.path"] = args.data
-        overrides.setdefault("task.name", overrides.pop("task", "jsonl"))
         overrides.setdefault("eval.final_split", "all")
     if "eval.examples" in overrides:  # of the periodic evaluation in training; here there is only one
         overrides.setdefault("eval.final_examples", overrides["eval.examples"])
     if args.split:
         overrides["eval.final_split"] = args.split
     runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
-    other_problems = {"task", "task.name", "env", "env.name"} & set(overrides)
-    inherited = inherited_settings(
-        args.models,
-        runs_dir,
-        overrides,
-        args.trust,
-        lambda key: not other_problems or key.startswith("prompt.") or key in KEPT,  # prompts remain those of training
-    )
+
+    def is_used(key: str) -> bool:
+        if other_problems:
+            return key.startswith("prompt.") or key in KEPT  # prompts remain those of training
+        return not (args.data and key in SELECTION)
+
+    inherited = inherited_settings(args.models, runs_dir, overrides, args.trust, is_used, args.config)
+    if args.data and not other_task and not reads_file(inherited.get("task.name"), args.data):
+        inherited = {key: value for key, value in inherited.items() if not key.startswith("task.")}
+        inherited["task.name"] = JSONL
     return load_settings(MeasureConfig, None, {**inherited, **overrides})
+
+
+def reads_file(task: str | None, file: str) -> bool:
+    """Whether an inherited task reads this file: jsonl reads any, other tasks the files prepared from their data."""
+    from assay.tasks.sources import manifest_of
+
+    manifest = manifest_of(file)
+    return task == JSONL or (task == manifest.get("task", "") and manifest.get("source") != "generated")
 
 
 def inherited_settings(
@@ -130,13 +152,18 @@ def inherited_settings(
     overrides: Mapping[str, Any],
     trust: bool,
     is_used: Callable[[str], bool],
+    config: str | None = None,
 ) -> dict[str, Any]:
-    """Settings of the first model that is a run's checkpoint, as dotted overrides; those whose key `is_used`.
+    """Settings of the `config` file, else of the first model that is a run's checkpoint, as dotted overrides; those
+    whose key `is_used`, and whose section `overrides` do not replace.
 
-    What they name needs the user's consent: `trust`, or naming it in `overrides`.
+    What the settings of a run name needs the user's consent: `trust`, or naming it in `overrides`. A config file that
+    the user names is the user's own.
     """
     from assay.train.trust import guard_run
 
+    if config is not None:
+        return evaluation_settings(load_settings(TrainConfig, config, {}), overrides, is_used)
     for model in models:
         if model.startswith(PREFIX):
             name, _ = split_tag(model.removeprefix(PREFIX))
@@ -144,17 +171,25 @@ def inherited_settings(
             cfg = run_settings(folder)
             warn_of_changes(cfg, folder)
             foreign = guard_run(cfg, folder, typed=overrides, trust=trust, ask=asker())
-            tree = cfg.model_dump()
-            reset_alternatives(tree, overrides, type(cfg))
-            for key in ("max_new_tokens", "stop"):
-                tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
-            values = {f"{s}.{key}": value for s in INHERITED for key, value in tree[s].items()}
-            values |= {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
-            values = {key: value for key, value in values.items() if key not in NOT_INHERITED and is_used(key)}
+            values = evaluation_settings(cfg, overrides, lambda key: key not in NOT_INHERITED and is_used(key))
             if foreign is not None:
                 foreign.check_settings(values)
             return values
     return {}
+
+
+def evaluation_settings(
+    cfg: TrainConfig, overrides: Mapping[str, Any], is_used: Callable[[str], bool]
+) -> dict[str, Any]:
+    """The settings of a training run that apply to an evaluation, as dotted overrides."""
+    tree = cfg.model_dump()
+    reset_alternatives(tree, overrides, type(cfg))
+    for key in ("max_new_tokens", "stop"):
+        tree["eval"][key] = tree["eval"][key] or tree["sampling"][key]
+    sections = [section for section in INHERITED if section not in overrides]
+    values = {f"{section}.{key}": value for section in sections for key, value in tree[section].items()}
+    values |= {"seed": tree["seed"], "model.max_length": tree["model"]["max_length"]}
+    return {key: value for key, value in values.items() if is_used(key)}
 
 
 def warn_of_changes(cfg: TrainConfig, folder: Path) -> None:
