@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from assay.cli import score
+from assay.cli.main import split_words
 from assay.types import UserError
 
 GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))
@@ -30,7 +31,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Score:
         score.add_arguments(parser)
         workers = () if "--workers" in options else ("--workers", "0")  # in this process, which is faster
         words = [str(source), "--out", str(out), *workers, *options]
-        assert score.run(parser.parse_args(words, argparse.Namespace(overrides=[]))) == 0
+        own, overrides = split_words(words, parser, score.SETTINGS)
+        assert score.run(parser.parse_args(own, argparse.Namespace(overrides=overrides))) == 0
         printed = capsys.readouterr()
         written = out.read_text(encoding="utf-8").split("\n")
         assert written.pop() == ""
@@ -67,7 +69,7 @@ def test_gsm8k_rows(run: Score) -> None:
         "reward": 1.0,
         "status": "ok",
         "parsed": "1200",
-        "parts": {"accuracy": 1.0, "format": 1.0},
+        "parts": {"accuracy": 1.0, "format": 1.0, "length": 1.0},
         "detail": "",
     }
     assert (summary["n"], summary["accuracy"], summary["mean_reward"]) == (5, 0.4, 0.4)
@@ -123,6 +125,23 @@ def test_lenient_and_values(run: Score) -> None:
     summary, written, _ = run(rows, "--task", "gsm8k", "--lenient", "--correct", "2", "--unparsable", "-1")
     assert statuses(written) == ["ok", "wrong", "ok", "no_answer"]
     assert [row["verdict"]["reward"] for row in written] == [2.0, 0.0, 2.0, -1.0] and summary["mean_reward"] == 0.75
+
+
+def test_task_and_judge_of_a_config(run: Score, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(completion, answer): return 0.25\n")
+    config = tmp_path / "train.toml"
+    settings = 'model = "preset:nano"\n[task]\nname = "gsm8k"\nargs = {solution_style = "hash"}\n'
+    config.write_text(f"{settings}[reward]\nstrict = false\nwrong = -1.0\nformat = 0.4\nformat_pattern = '####'\n")
+    rows = [{"gold": "5", "completion": text} for text in ("#### 5", "it is 5", "#### 6")]
+    summary, written, _ = run(rows, "--config", str(config))
+    assert [row["verdict"]["reward"] for row in written] == [1.4, 1.0, -0.6]
+    assert (summary["task"], summary["judge"]) == ("gsm8k", "default, lenient")
+    options = ("--wrong", "0", "--reward.format", "0", "--force")  # replace the settings of the config
+    assert run(rows, "--config", str(config), *options)[0]["mean_reward"] == pytest.approx(2 / 3)
+    config.write_text(f"{settings}[reward]\nfunctions = ['task', '{tmp_path}/mine.py:reward']\n")
+    assert run(rows, "--config", str(config), "--force")[0]["mean_reward"] == pytest.approx(0.25 + 1 / 3)
+    function = ("--reward", f"{tmp_path}/mine.py:reward")
+    assert run(rows, "--config", str(config), *function, "--force")[0]["mean_reward"] == 0.25
 
 
 def test_lone_surrogates_are_preserved(run: Score) -> None:
@@ -202,7 +221,7 @@ GOOD = '{"gold": "5", "completion": "#### 5"}\n'
         (GOOD, ["--task", "gsm8k", "--extract", "boxt"], "boxt"),
         (GOOD, ["--task", "gsm8k", "--against", "boxt"], "boxt"),
         (GOOD, ["--task", "gsm8k", "--reward", "nowhere.py:reward"], "nowhere.py"),
-        (GOOD, ["--task", "gsm8k", "--timeout", "0"], "time limit"),
+        (GOOD, ["--task", "gsm8k", "--timeout", "0"], "timeout_s"),
         (GOOD, ["--task", "gsm8k", "--correct", "nan"], "finite"),
     ],
 )

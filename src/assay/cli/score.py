@@ -16,21 +16,18 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from assay.config import JudgeConfig, Section
+from assay.cli.eval import add_config, inherited_settings
+from assay.config import JudgeConfig, RewardConfig, Section, TaskConfig
 from assay.config.settings import load_settings, parse_overrides
 from assay.rewards import (
     EXTRACTORS,
     FunctionJudge,
     Judge,
     JudgePanel,
-    JudgePool,
     Judging,
     MathVerifyJudge,
-    RewardMix,
     check_verdicts,
 )
-from assay.rewards.model_judge import ModelJudge
-from assay.rewards.reward_model import RewardModelJudge, make_model_judge
 from assay.runs.console import Console, aligned
 from assay.types import Status, UserError, Verdict, plural, unknown_name
 
@@ -44,17 +41,31 @@ HELP = """Judge the completions in a JSONL file, and print a summary as JSON.
 Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target', for code 'tests'), or is a row of
 a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
 
-With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]."""
-MODEL_JUDGE = "judge"  # value of --reward
+With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]. With --config, the
+task and the judge are those of a training config; options override them."""
 
 
 class ScoreConfig(Section):
     """Settings of `assay score`."""
 
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
 
 
 SETTINGS = ScoreConfig
+SHORT = {  # options that are short for a setting
+    "task": "task",
+    "extract": "reward.extract",
+    "reward": "reward.function",
+    "correct": "reward.correct",
+    "wrong": "reward.wrong",
+    "unparsable": "reward.unparsable",
+    "timeout": "reward.timeout_s",
+    "workers": "reward.workers",
+    "sandbox": "reward.sandbox",
+    "pass_env": "reward.pass_env",
+}
 SHOWN_DISAGREEMENTS = 20
 
 
@@ -70,11 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--correct", type=float, metavar="R", help="reward of a correct answer (default 1)")
     parser.add_argument("--wrong", type=float, metavar="R", help="reward of a wrong answer (default 0)")
     parser.add_argument("--unparsable", type=float, metavar="R", help="reward of an unparsable answer (default 0)")
-    parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="S", help="time limit per answer in seconds (default 5)"
-    )
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="judge processes (default 2)")
+    parser.add_argument("--timeout", type=float, metavar="S", help="time limit per answer in seconds (default 5)")
+    parser.add_argument("--workers", type=int, metavar="N", help="judge processes (default 2)")
     add_sandbox_arguments(parser)
+    add_config(parser)
     parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="output file")
     parser.add_argument("--force", action="store_true", help="replace an existing OUT.jsonl")
     parser.add_argument(
@@ -86,35 +96,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sandbox", choices=("auto", "strict", "off"), default="auto", help="see the setting reward.sandbox"
+        "--sandbox", choices=("auto", "strict", "off"), help="see the setting reward.sandbox (default auto)"
     )
     parser.add_argument(
-        "--pass-env", action="append", default=[], metavar="NAME", help="an environment variable to pass to the judge"
+        "--pass-env", action="append", metavar="NAME", help="an environment variable to pass to the judge"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     from assay.tasks import make_task
+    from assay.tasks.judging import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
     from assay.tasks.sources import read_rows
 
     started = time.perf_counter()
     source, out = Path(args.file), Path(args.out)
     check_output(out, source, args.force)
-    if args.task is None and args.reward is None:
+    cfg = settings_of(args)
+    functions, _ = reward_functions(cfg.reward)
+    if TASK_JUDGE in functions and not cfg.task.name:
         raise UserError(
-            "no judge: give --task NAME (gsm8k, math, countdown, abacus, code) or --reward FILE.py:FUNCTION"
+            "no judge: give --task NAME (gsm8k, math, countdown, abacus, code), --reward FILE.py:FUNCTION, or a "
+            "--config that names a task"
         )
-    task = make_task(args.task) if args.task is not None else None
-    load_settings(ScoreConfig, None, parse_overrides(args.overrides))  # report unknown options
-    judge = shaped(first_judge(args, task), args)
-    other = second_judge(args, task)
+    if TASK_JUDGE not in functions and (args.extract is not None or args.lenient):
+        raise UserError("--extract and --lenient have no effect with a reward function: leave them out")
+    task = make_task(cfg.task.name, cfg.task.path or None, **cfg.task.args) if cfg.task.name else None
+    other = second_judge(args.against, task, cfg.reward.extract)
     rows = read_rows(source)
-    items = [as_item(from_rollout(row), task, optional_gold=args.reward == MODEL_JUDGE) for row in rows]
-    verdicts = judge_all(judge, items, args, "judging")
+    items = [as_item(from_rollout(row), task, optional_gold=functions == [MODEL_JUDGE]) for row in rows]
+    verdicts = judge_all(build_judge_pool(cfg.reward, task, cfg.judge), items, "judging")
     check_verdicts(verdicts)
-    audited = judge_all(other, items, args, f"judging with {args.against}") if other is not None else None
+    audited = judge_all(judge_pool(other, cfg.reward), items, f"judging with {args.against}") if other else None
     write_rows(out, rows, verdicts)
-    summary = summarize(verdicts, args, out)
+    form = f"{cfg.reward.extract or 'default'}{'' if cfg.reward.strict else ', lenient'}"
+    used = form if functions == [TASK_JUDGE] else ", ".join(functions)
+    summary = {"file": args.file, "out": str(out), "task": cfg.task.name or None, "judge": used, **summarize(verdicts)}
     if audited is not None:
         check_verdicts(audited)
         summary |= audit(verdicts, audited, rows, args.against)
@@ -124,25 +140,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def first_judge(args: argparse.Namespace, task: Task | None) -> Judge:
-    if args.reward is not None:
-        if args.extract is not None or args.lenient:
-            raise UserError("--extract and --lenient have no effect with --reward: leave them out")
-        if args.reward == MODEL_JUDGE:
-            return make_model_judge(load_settings(ScoreConfig, None, parse_overrides(args.overrides)).judge)
-        return FunctionJudge(args.reward)
-    assert task is not None
-    return task.judge(args.extract, strict=not args.lenient)
+def settings_of(args: argparse.Namespace) -> ScoreConfig:
+    """The settings of --config, then the options."""
+    overrides = parse_overrides(args.overrides)
+    overrides |= {key: value for name, key in SHORT.items() if (value := getattr(args, name)) is not None}
+    if args.lenient:
+        overrides["reward.strict"] = False
+    if args.reward is not None:  # replaces all functions of the config
+        overrides |= {"reward.functions": [], "reward.weights": []}
+
+    def is_used(key: str) -> bool:
+        return key.partition(".")[0] in ScoreConfig.model_fields
+
+    inherited = inherited_settings((), Path(), overrides, False, is_used, args.config)
+    return load_settings(ScoreConfig, None, {**inherited, **overrides})
 
 
-def shaped(judge: Judge, args: argparse.Namespace) -> Judge:
-    values = {name: getattr(args, name) for name in ("correct", "wrong", "unparsable")}
-    given = {name: value for name, value in values.items() if value is not None}
-    return RewardMix(judge, **given) if given else judge
-
-
-def second_judge(args: argparse.Namespace, task: Task | None) -> Judge | None:
-    kind = args.against
+def second_judge(kind: str | None, task: Task | None, extract: str) -> Judge | None:
     if kind is None:
         return None
     if kind == "math-verify":
@@ -156,7 +170,7 @@ def second_judge(args: argparse.Namespace, task: Task | None) -> Judge | None:
     if task is None:
         raise UserError(f"--against {kind} needs --task")
     if kind == "lenient":
-        return task.judge(args.extract, strict=False)
+        return task.judge(extract or None, strict=False)
     return task.judge(kind, strict=True)
 
 
@@ -205,19 +219,12 @@ def gold_answer(row: DataRow, task: Task | None) -> str:
         raise UserError(f"{row.where}: {error}") from None
 
 
-def judge_all(judge: Judge, items: Sequence[Item], args: argparse.Namespace, what: str) -> list[Verdict]:
-    with judging(judge, args) as pool, Console(sys.stderr) as console:
-        verdicts = pool.judge(items, partial(console.progress, what, unit="answers"))
-        if isinstance(pool, JudgePanel):
-            console.note(pool.describe_usage())
+def judge_all(judging: Judging, items: Sequence[Item], what: str) -> list[Verdict]:
+    with judging, Console(sys.stderr) as console:
+        verdicts = judging.judge(items, partial(console.progress, what, unit="answers"))
+        if isinstance(judging, JudgePanel):
+            console.note(judging.describe_usage())
         return verdicts
-
-
-def judging(judge: Judge, args: argparse.Namespace) -> Judging:
-    model = judge.judge if isinstance(judge, RewardMix) else judge
-    if isinstance(model, ModelJudge | RewardModelJudge):
-        return JudgePanel(model, mix=judge if isinstance(judge, RewardMix) else RewardMix(model))
-    return JudgePool(judge, args.workers, args.timeout, sandbox=args.sandbox, pass_env=args.pass_env)
 
 
 def check_output(out: Path, source: Path, force: bool) -> None:
@@ -255,17 +262,13 @@ def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) 
         raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
 
 
-def summarize(verdicts: Sequence[Verdict], args: argparse.Namespace, out: Path) -> dict[str, Any]:
+def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     from assay.evals.stats import wilson
 
     n = len(verdicts)
     correct = sum(verdict.correct for verdict in verdicts)
     counts = Counter(verdict.status.value for verdict in verdicts)
     return {
-        "file": args.file,
-        "out": str(out),
-        "task": args.task,
-        "judge": args.reward or f"{args.extract or 'default'}{', lenient' if args.lenient else ''}",
         "n": n,
         "correct": correct,
         "accuracy": correct / n,
