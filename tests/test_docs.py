@@ -66,6 +66,9 @@ def check_command(words: list[str]) -> None:
     if hasattr(module, "SETTINGS"):
         config = getattr(args, "config", None)
         file = ROOT / config if config and (ROOT / config).exists() else None
+        if module.SETTINGS is not TrainConfig and file is not None:  # only some settings of the file are used
+            load_settings(TrainConfig, file, {})
+            file = None
         load_settings(module.SETTINGS, file, parse_overrides(args.overrides))
 
 
