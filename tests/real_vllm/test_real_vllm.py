@@ -126,23 +126,31 @@ def test_weights_are_sent_through_gpu_memory_to_servers_that_sleep(
     assert generate(engine, [Request(ids, SamplingParams(max_new_tokens=4), 0)])
 
 
+@pytest.fixture
+def running_server(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Options for a command that uses the server of `engine`, with its key."""
+    assert engine.launched is not None
+    monkeypatch.setenv("KEY_OF_THE_SERVER", engine.launched.key)
+    return "--vllm.urls", engine.servers[0].url, "--vllm.api_key_env", "KEY_OF_THE_SERVER"
+
+
 def test_training_through_the_command_line_uses_a_running_server(
-    engine: VLLMEngine, model_folder: Path, tmp_path: Path
+    running_server: tuple[str, ...], model_folder: Path, tmp_path: Path
 ) -> None:
     small = SmallRuns(tmp_path)
     words = ("--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4)
-    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words, "--vllm.urls", engine.servers[0].url)
+    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words, *running_server)
     output = run.communicate(timeout=1500)[0]
     assert run.returncode == 0, output
     compare_logprobs(small, "demo", steps=3)
 
 
 def test_evaluation_with_a_config_gives_the_answers_of_the_native_engine(
-    engine: VLLMEngine, model_folder: Path, tmp_path: Path
+    running_server: tuple[str, ...], model_folder: Path, tmp_path: Path
 ) -> None:
     small, answers = SmallRuns(tmp_path), {}
     words = (model_folder, "--config", ROOT / "configs/demo.toml", "--eval.final_examples", 6)
-    for name, options in {"native": (), "vllm": ("--vllm.urls", engine.servers[0].url)}.items():
+    for name, options in {"native": (), "vllm": running_server}.items():
         file = tmp_path / f"{name}.jsonl"
         assert small("eval", *words, "--model.max_length", 256, "--engine", name, *options, "--answers", file) == 0
         answers[name] = [json.loads(line) for line in file.read_text().splitlines()]
