@@ -66,6 +66,13 @@ def test_words_are_separated_by_spaces() -> None:
     assert pieces == ["7", " +", " 5", " =", " 12", " ;", " ####", " 12"]
 
 
+@pytest.mark.parametrize("before", ["7 +", "7 + 5 = 12 ;" * WINDOW])
+def test_text_after_a_context_continues_it(before: str) -> None:
+    tokenizer = word_tokenizer(Abacus().words())
+    stream = TextStream(tokenizer.decode, context=tokenizer.encode(before))
+    assert [stream.add([token]) for token in tokenizer.encode("5 =")] == [" 5", " ="]
+
+
 @given(st.binary(max_size=200), st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_pieces_of_any_bytes_are_the_text_of_all_tokens(data: bytes, sizes: list[int]) -> None:
     assert joined(Detokenizer(decode_bytes), data, sizes) == decode_bytes(data)

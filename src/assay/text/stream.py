@@ -67,10 +67,12 @@ class TextStream:
     """Turns token ids into pieces of text. Pieces are final: joined, they are the text of the answer.
 
     The text ends before the first stop string. Text that may be the beginning of a stop string is held back.
+    `context`: earlier tokens of the same text, which are not returned.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._detokenizer = Detokenizer(decode)
+        self._detokenizer.add(context[-WINDOW:])
         self._stops = stops
         self._held = ""
         self._stopped = False
