@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from assay.cli.chat import settings_of
 from assay.cli.main import main
+from assay.envs import make_env
 from assay.models import build_preset, save_model
 from assay.runs import Run, checkpoints
 from assay.tasks import Abacus
@@ -175,6 +177,51 @@ def test_a_config_has_the_effect_of_its_settings_as_options(
     code, out, err = chat(*words, "--config", str(config))
     assert (code, out, err) == chat(*words, *options) and code == 0 and "reward -0.5" in out
     assert chat(*words, "--config", str(config), "--reward.unparsable", "-0.25")[1] == out.replace("-0.5", "-0.25")
+
+
+def save_scripted_model(folder: Path, tokenizer: Tokenizer, text: str) -> None:
+    """A model that follows each word of the text by the next one, whatever the words before."""
+    chain = tokenizer.encode(text)
+    model = build_preset("nano", tokenizer.vocab_size, CONTEXT, 0)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if "embed" in name or "proj" in name:
+                weight.zero_()
+        gate, up, down = (weights[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        for place, token in enumerate(chain):
+            weights["model.embed_tokens.weight"][token, place] = 1
+            gate[place, place] = up[place, place] = 1
+            down[(place + 1) % len(chain), place] = 10
+    save_model(model, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+    tokenizer.save(folder)
+
+
+class TerminalOutput(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_checkpoint_plays_the_environment_of_its_run(
+    tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = '[task]\nname = "abacus"\n[env]\nname = "calculator"\n[reward]\nworkers = 0\n'
+    run = Run.create(tmp_path, "toy", config)
+    tokenizer = word_tokenizer(make_env("calculator", task=Abacus()).words())
+    with checkpoints.saving(run.path, 10) as folder:
+        save_scripted_model(folder / "model", tokenizer, "<assistant> << 17 + 3 = 15 >> #### 20 <eos>")
+    ask = ("run:toy@10", "--runs_dir", str(tmp_path), "--temperature", "0", "--max", "12", "--prompt", QUESTION)
+    assert chat(*ask, "--env", "")[:2] == (0, "<< 17 + 3 = 15 >> #### 20\n")
+    index = next(i for i, prompt in enumerate(Abacus().prompts("test")) if prompt.answer == "20")
+    code, out, _ = chat(*ask, "--prompt", f"/task {index}")
+    assert code == 0 and out.startswith("<< 17 + 3 = 20 >> #### 20\n")
+    assert out.endswith("<< 17 + 3 = 20 >> #### 20\nok: parsed 20, gold 20, reward 1\n")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    for samples in ("1", "2"):  # one after the other, and side by side
+        monkeypatch.setattr(sys, "stdout", terminal := TerminalOutput())
+        assert chat(*ask, "--samples", samples)[0] == 0
+        assert "<< 17 + 3 =\x1b[2m 20 >>\x1b[0m #### 20" in terminal.getvalue()
 
 
 def environment() -> dict[str, str]:

@@ -14,12 +14,16 @@ import pytest
 import torch
 
 from assay.cli.chat import ChatConfig
-from assay.cli.chat_screen import ChatModel, Screen
-from assay.cli.chat_session import ChatSession, TaskQuestions, TaskRequest, parse_task_request
+from assay.cli.chat_screen import ChatModel, Played, Screen
+from assay.cli.chat_session import ChatSession, TaskQuestions, TaskRequest, answers_any_question, parse_task_request
 from assay.engine.base import Capabilities, EngineInfo, Event, Finished, Request, SamplingParams, TokenChunk
+from assay.envs import TaskEnv, make_env
+from assay.envs.base import Step, up_to_stop
+from assay.envs.builtin import GuessNumber
+from assay.rollout import Limits
 from assay.tasks import Abacus, make_task
 from assay.text import Renderer, Tokenizer, word_tokenizer
-from assay.types import Completion, Finish, UserError
+from assay.types import Completion, Finish, Prompt, UserError
 
 QUESTION = "Ann has 7 coins . She finds 5 . How many coins ?"
 
@@ -29,12 +33,16 @@ def words() -> Tokenizer:
 
 
 class Scripted:
-    """An engine with given answers, one token per step and sample. It records its requests."""
+    """An engine with given answers, one token per step and sample. It records its requests.
+
+    After a stop string, the next request is answered with the rest of the answer.
+    """
 
     info = EngineInfo(0, 1000, 256, torch.float32, Capabilities())
 
     def __init__(self, tokenizer: Tokenizer, answers: Sequence[str], interrupt_after: int | None = None) -> None:
-        self._tokenizer, self._answers, self._interrupt_after = tokenizer, answers, interrupt_after
+        self.tokenizer, self._answers, self._interrupt_after = tokenizer, answers, interrupt_after
+        self._rest: list[str] = []
         self.requests: list[Request] = []
         self.running: dict[int, Iterator[list[Event]]] = {}
 
@@ -57,8 +65,11 @@ class Scripted:
             self.running.pop(request_id, None)
 
     def _events(self, request: Request, request_id: int) -> Iterator[list[Event]]:
-        end = self._tokenizer.eos_ids[0]
-        answers = [[*self._tokenizer.encode(a), end] for a in self._answers[: request.params.n]]
+        texts = self._rest or self._answers[: request.params.n]
+        turns = [up_to_stop(text, request.params.stop) for text in texts]
+        self._rest = [text.removeprefix(turn) for text, turn in zip(texts, turns, strict=True) if text != turn]
+        end = [] if self._rest else self.tokenizer.eos_ids[:1]
+        answers = [[*self.tokenizer.encode(turn), *end] for turn in turns]
         assert len(answers) == request.params.n
         written = 0
         for position in range(max(map(len, answers))):
@@ -73,8 +84,11 @@ class Scripted:
         completions = [Completion(ids, z, z, Finish.STOP) for ids, z in zip(answers, zeros, strict=True)]
         yield [Finished(request_id, sample, completion) for sample, completion in enumerate(completions)]
 
+    def release(self, handles: Iterable[int]) -> None:
+        assert not list(handles)
+
     def asked(self, turn: int) -> str:
-        return self._tokenizer.decode(self.requests[turn].prompt_ids, skip_special=False)
+        return self.tokenizer.decode(self.requests[turn].prompt_ids, skip_special=False)
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(name)
@@ -121,6 +135,84 @@ def test_a_task_question_is_asked_without_earlier_turns_and_graded(capsys: pytes
     assert f"\nno_answer: nothing parsed, gold {prompt.answer}, reward 0" in out
     session.handle("How many ?")
     assert right.asked(2).startswith(f"<user> {prompt.question} <assistant> {prompt.solution} <eos> <user> How many ?")
+
+
+def session_with_env(settings: dict[str, Any], *engines: Scripted, limits: Limits | None = None) -> ChatSession:
+    """The first model plays the environment of the settings, others none."""
+    cfg = ChatConfig.model_validate({"reward": {"workers": 0}, **settings})
+    questions = TaskQuestions(cfg, cfg)
+    env = questions.task(questions.default_task)
+    models = [ChatModel(f"model-{i}", Renderer(engine.tokenizer), engine) for i, engine in enumerate(engines)]
+    if answers_any_question(env):
+        models[0].played = Played(env, limits or Limits())
+    return ChatSession(models, questions, SamplingParams(), 0, Screen())
+
+
+def test_each_model_answers_in_its_own_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = word_tokenizer(make_env("calculator", task=Abacus()).words())
+    script = "<< 17 + 3 = #### 20"
+    replies = ["<< 17 + 3 = 20 >> #### 20", script]
+    calculator, plain = Scripted(tokenizer, [script]), Scripted(tokenizer, [script])
+    session = session_with_env({"task": "abacus", "env": "calculator"}, calculator, plain)
+    session.handle(QUESTION)
+    assert capsys.readouterr().out == f"[model-0]\n{replies[0]}\n[model-1]\n{replies[1]}\n"
+    assert calculator.asked(1) == f"<user> {QUESTION} <assistant> << 17 + 3 = 20 >>"
+    session.handle("How many ?")
+    for engine, turn, reply in zip((calculator, plain), (2, 1), replies, strict=True):
+        assert engine.asked(turn) == f"<user> {QUESTION} <assistant> {reply} <eos> <user> How many ? <assistant>"
+    index = next(i for i, prompt in enumerate(Abacus().prompts("test")) if prompt.answer == "20")
+    capsys.readouterr()
+    session.handle(f"/task {index}")
+    assert capsys.readouterr().out.count("ok: parsed 20, gold 20, reward 1\n") == 2
+
+
+def test_rewards_of_steps_count_in_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = Abacus().prompts("test")[3]
+    assert prompt.solution and prompt.solution.count("=") == 2
+    engine = Scripted(words(), [prompt.solution])
+    env = {"name": "stepwise", "args": {"separator": ";", "line_reward": 0.25}}
+    session_with_env({"task": "abacus", "env": env}, engine).handle("/task 3")
+    assert f"\n{prompt.solution}\nok: parsed 1, gold 1, reward 1.5\n" in capsys.readouterr().out
+
+
+def test_problems_of_an_environment_are_played_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"env": {"name": "guess", "args": {"tries": 3}}}
+    env = GuessNumber(tries=3)
+    index, prompt = next((i, prompt) for i, prompt in enumerate(env.prompts("test")) if secret_of(env, prompt) > 10)
+    engine = Scripted(word_tokenizer(env.words()), ["10"])
+    session = session_with_env(settings, engine)
+    session.handle(f"/task {index}")
+    tried = "10\n[user] Higher .\n" * 2
+    verdict = "wrong: parsed 10, reward 0"
+    out = f"guess, test question {index}:\n{prompt.question}\n{tried}10\n[user] Lost .\n{verdict}\n"
+    assert capsys.readouterr().out == out
+    session.handle("Guess a number")  # no problem of the environment: a single reply
+    assert capsys.readouterr().out == "10\n"
+    turns = " <assistant> 10 <eos> <user> Higher ." * 2
+    assert engine.asked(3) == f"<user> {prompt.question}{turns} <assistant> 10 <eos> <user> Guess a number <assistant>"
+
+
+def secret_of(env: GuessNumber, prompt: Prompt) -> int:
+    env.start(prompt)
+    return env.secret
+
+
+def test_limits_and_failures_of_environments_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = word_tokenizer(make_env("calculator", task=Abacus()).words())
+    settings = {"task": "abacus", "env": "calculator"}
+    session = session_with_env(settings, Scripted(tokenizer, ["1 + 1 = 2"]), limits=Limits(steps=1))
+    session.handle(QUESTION)
+    printed = capsys.readouterr()
+    assert printed.out == "1 + 1 =\n" and "truncated: cut off after 1 step" in printed.err
+    session = session_with_env({**settings, "env": f"{__file__}:FailingEnv"}, Scripted(tokenizer, ["2"]))
+    session.handle(QUESTION)
+    printed = capsys.readouterr()
+    assert printed.out == "2\n" and "model-0: the environment failed: " in printed.err and "tool is away" in printed.err
+
+
+class FailingEnv(TaskEnv):
+    def step(self, action: str) -> Step:
+        raise RuntimeError("the tool is away")
 
 
 def test_samples_of_a_task_are_summarized_as_pass_at_k(capsys: pytest.CaptureFixture[str]) -> None:

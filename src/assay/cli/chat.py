@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 HELP = """Talk to one or several models. /help in the chat lists its commands, e.g. /task, which grades the answers.
 
-Several models answer the same questions side by side, each with its own history. For a checkpoint of a run, the run's
-task, prompt and length settings are used, and with --config those of a training config. The same questions with the
-same --seed give the same answers.
+Several models answer the same questions side by side, each with its own history. A checkpoint of a run uses the
+task, environment, prompt and length settings of the run; with --config, all models use those of a training config. What
+the environment inserts, such as a calculator's results, is dimmed. The same questions with the same --seed give the
+same answers.
   assay chat run:demo@0 run:demo@last
   assay chat Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 3 + 4?" --temperature 0
   assay chat run:demo@best --samples 8 --prompt "/task abacus 17"
@@ -102,6 +103,8 @@ def settings_of(
     """
     runs_dir = Path(str(overrides.get("runs_dir", ChatConfig().runs_dir)))
     dropped = {"task", "reward"} if {"task", "task.name"} & set(overrides) else set()
+    if {"env", "env.name"} & set(overrides):
+        dropped.add("env")
     inherited = inherited_settings(
         models,
         runs_dir,
@@ -125,14 +128,18 @@ def load_chat_model(
     """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
     to be comparable.
     """
-    from assay.cli.chat_screen import ChatModel
+    from assay.cli.chat_screen import ChatModel, Played
+    from assay.cli.chat_session import answers_any_question
     from assay.train import components
 
     cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust, config)
-    needs_task = cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name
+    needs_task = cfg.env.name or (cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name)
     try:
-        task = questions.task(cfg.task.name) if needs_task else None
-        renderer, engine = components.build_server(model, cfg, task, console)
+        problems = questions.problems(cfg.task, cfg.env) if needs_task else None
+        renderer, engine = components.build_server(model, cfg, problems, console)
     except UserError as error:
         raise UserError(str(error) if model in str(error) else f"{model}: {error}") from error
-    return ChatModel(model, renderer, engine)
+    chat_model = ChatModel(model, renderer, engine)
+    if answers_any_question(problems):
+        chat_model.played = Played(problems, components.episode_limits(cfg.env))
+    return chat_model

@@ -7,31 +7,62 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from assay.engine.base import Engine, Failed, Finished, Request, SamplingParams, TokenChunk
+from assay.engine.base import Engine, Finished, Request, SamplingParams, TokenChunk
+from assay.envs import Env
+from assay.envs.base import Info, Observation, Step, as_messages
 from assay.evals.stats import pass_at_k
-from assay.rollout import with_stops
+from assay.rollout import Limits, with_stops
+from assay.rollout.episodes import Episode, EpisodeBatch, EpisodeRunner
 from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
 from assay.text.stream import TextStream
 from assay.types import Finish, Message, Prompt, UserError, Verdict, plural
+
+INSERTED = "dim"  # style of text that the environment wrote
+Pieces = list[tuple[str, str]]  # printable texts and their styles
+
+
+class SingleReply(Env):
+    """Any question, with one reply: a chat without an environment."""
+
+    name = ""
+    max_steps = 1
+    judged = True
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        return (options or {})["prompt"].messages, {}
+
+    def step(self, action: str) -> Step:
+        return "", 0.0, True, False, {"answer": action}
+
+
+class Played(NamedTuple):
+    """The environment in which a question is answered."""
+
+    env: Env
+    limits: Limits = Limits()
 
 
 @dataclass
 class Reply:
     """One answer, complete or interrupted."""
 
-    text: str  # for display: without the stop string that ended it
-    full_text: str  # for the judge, as in evaluations
-    tokens: int
+    episode: Episode
+    pieces: Pieces  # for display: without the stop string that ended it
+    messages: list[Message]  # of the model, and of the environment between them
     finish: Finish | None  # None: interrupted by the user
     verdict: Verdict | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
 
 
 @dataclass
@@ -41,6 +72,7 @@ class ChatModel:
     name: str
     renderer: Renderer
     engine: Engine
+    played: Played = field(default_factory=lambda: Played(SingleReply()))
     history: list[Message] = field(default_factory=list)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[list[int], str]:
@@ -72,56 +104,100 @@ class ChatModel:
 
 
 class ReplyStream:
-    """The replies of a model to one prompt. Its request is added at the first `advance`."""
+    """The replies of a model to one prompt: episodes of an environment, which begin at the first `advance`."""
 
-    def __init__(self, model: ChatModel, ids: Sequence[int], params: SamplingParams, seed: int) -> None:
-        params = with_stops(params, model.renderer)
+    def __init__(
+        self,
+        model: ChatModel,
+        prompt: Prompt,
+        ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        played: Played | None = None,  # None: the model's own
+    ) -> None:
+        env, limits = played or model.played
+        request = Request(ids, with_stops(params, model.renderer, env), seed, name=model.name, stream=True)
         self.model, self.prompt_length, self.samples = model, len(ids), params.n
         self.error: UserError | None = None
-        self._request = Request(ids, params, seed, name=model.name, stream=True)
-        self._id: int | None = None
-        self._streams = [TextStream(model.renderer.decode, params.stop) for _ in range(params.n)]
-        self._texts = [""] * params.n
-        self._token_ids: list[list[int]] = [[] for _ in range(params.n)]
-        self._finishes: list[Finish | None] = [None] * params.n
+        self.pieces: list[Pieces] = [[] for _ in range(params.n)]
+        self._messages: list[list[Message]] = [[{"role": "assistant", "content": ""}] for _ in range(params.n)]
+        self._batch = EpisodeBatch(EpisodeRunner(model.engine, model.renderer, env, limits), [(prompt, request)])
+        # Not shown. A stop string of the environment only ends a turn, and belongs to the reply.
+        self._stops = [stop for stop in request.params.stop if stop not in env.stop]
+        self._streams = [TextStream(model.renderer.decode, self._stops) for _ in range(params.n)]
+
+    @property
+    def _episodes(self) -> list[Episode]:
+        return self._batch.groups[0] if self._batch.groups else []
 
     @property
     def done(self) -> bool:
-        return self.error is not None or None not in self._finishes
+        return self.error is not None or bool(self._episodes and all(episode.over for episode in self._episodes))
 
-    def advance(self) -> Iterator[tuple[int, str]]:
-        """Step the engine once; yields sample indices and new text."""
-        engine = self.model.engine
-        if self._id is None:
-            self._id = engine.add(self._request)
-        events = engine.step()
+    def advance(self) -> Iterator[tuple[int, str, str]]:
+        """Step the engine and the environment once; yields sample indices, and new text with its style."""
+        batch = self._batch
+        if not batch.groups:
+            batch.start_episodes()
+        events = self.model.engine.step()
         assert events, "the engine has no work left, but replies are unfinished"
+        sampled: list[tuple[int, str]] = []
+        stepped: list[Episode] = []
         for event in events:
-            if isinstance(event, TokenChunk):
-                self._token_ids[event.sample] += event.token_ids
-                yield self._add_text(event.sample, self._streams[event.sample].add(event.token_ids))
-            elif isinstance(event, Finished):
-                self._finishes[event.sample] = event.completion.finish
-                yield self._add_text(event.sample, self._streams[event.sample].finish())
-            elif isinstance(event, Failed):
-                self.error = UserError(event.error)
+            if isinstance(event, TokenChunk | Finished):
+                episode = batch.requests[event.request_id][event.sample]
+                stream = self._streams[episode.sample]
+                if isinstance(event, TokenChunk):
+                    sampled.append((episode.sample, stream.add(event.token_ids)))
+                else:
+                    sampled.append((episode.sample, stream.finish()))
+                    stepped.append(episode)
+        batch.process(events)
+        for sample, text in sampled:
+            self._messages[sample][-1]["content"] += text
+            yield self._show(sample, text)
+        batch.apply_steps(wait=True)
+        for episode in stepped:
+            if text := self._observation(episode):
+                yield self._show(episode.sample, text, INSERTED)
+            self._streams[episode.sample] = TextStream(self.model.renderer.decode, self._stops, episode.reply)
+        if batch.errors:
+            self.error = UserError(batch.errors[min(batch.errors)])
 
     def abort(self) -> None:
-        if self._id is not None and not self.done:
-            self.model.engine.abort([self._id])
+        if not all(episode.over for episode in self._episodes):
+            self._batch.abort()
 
     def replies(self) -> list[Reply]:
-        if self.error is not None or self._id is None:
+        if self.error is not None:
             return []
-        decode = self.model.renderer.decode
-        return [
-            Reply(text, decode(ids), len(ids), finish)
-            for text, ids, finish in zip(self._texts, self._token_ids, self._finishes, strict=True)
-        ]
+        parts = zip(self._episodes, self.pieces, self._messages, strict=True) if self._episodes else ()
+        return [Reply(episode, pieces, messages, finish_of(episode)) for episode, pieces, messages in parts]
 
-    def _add_text(self, sample: int, new: str) -> tuple[int, str]:
-        self._texts[sample] += new
-        return sample, new
+    def _observation(self, episode: Episode) -> str:
+        """What the environment wrote in its last step, for display; it is also added to the conversation."""
+        env, messages = self._batch.runner.env, self._messages[episode.sample]
+        if env.inline:
+            text = "" if episode.over else episode.inserted
+            messages[-1]["content"] += text
+            return text
+        observed = as_messages(episode.observation, env.role) if episode.observation or not episode.over else ()
+        if not episode.over:
+            messages += [*observed, {"role": "assistant", "content": ""}]
+        lines = "".join(f"\n[{message['role']}] {message['content']}" for message in observed)
+        return lines if episode.over else f"{lines}\n"
+
+    def _show(self, sample: int, text: str, style: str = "") -> tuple[int, str, str]:
+        piece = printable(text), style
+        self.pieces[sample].append(piece)
+        return sample, *piece
+
+
+def finish_of(episode: Episode) -> Finish | None:
+    """How the last turn ended; `Finish.LENGTH` if a limit of the episode ended it, None if it is not over."""
+    if not episode.over:
+        return None
+    return Finish.LENGTH if episode.bootstrap_ids is not None else episode.turns[-1].completion.finish
 
 
 @contextmanager
@@ -140,15 +216,15 @@ def deferred_interrupt() -> Iterator[list[Any]]:
         signal.signal(signal.SIGINT, before)
 
 
-def generate_replies(streams: Sequence[ReplyStream], on_text: Callable[[int, int, str], None]) -> None:
-    """Advance all streams in turns until they are done or Ctrl-C is pressed. `on_text(stream, sample, text)`."""
+def generate_replies(streams: Sequence[ReplyStream], on_text: Callable[[int, int, str, str], None]) -> None:
+    """Advance all streams in turns until they are done or Ctrl-C is pressed. `on_text(stream, sample, text, style)`."""
     try:
         with deferred_interrupt() as interrupts:
             while not interrupts and not all(stream.done for stream in streams):
                 for index, stream in enumerate(streams):
                     try:
-                        for sample, text in () if stream.done else stream.advance():
-                            on_text(index, sample, text)
+                        for sample, text, style in () if stream.done else stream.advance():
+                            on_text(index, sample, text, style)
                     except UserError as error:
                         stream.error = error
     except KeyboardInterrupt:
@@ -168,9 +244,8 @@ def verdict_line(verdict: Verdict, gold: str) -> str:
     return f"{verdict.status}: {', '.join(facts)}" + (f" ({verdict.detail})" if verdict.detail else "")
 
 
-def summary_line(replies: Sequence[Reply]) -> str:
+def summary_line(verdicts: Sequence[Verdict]) -> str:
     """Fraction of correct answers, and the unbiased pass@k for every k."""
-    verdicts = [reply.verdict for reply in replies if reply.verdict is not None]
     n, correct = len(verdicts), sum(verdict.correct for verdict in verdicts)
     if n < 2:
         return ""
@@ -188,7 +263,7 @@ MIN_COLUMN = 24  # characters of a readable column
 FRAME = 6  # lines of the terminal that are not available for text while it is generated
 MARGIN = 4  # free columns: the ^C that a terminal echoes must not wrap, or the table would be redrawn one line off
 
-Grade = Callable[[list[Reply]], None]  # sets the verdicts, if there is something to grade
+Grade = Callable[[ChatModel, list[Reply]], None]  # sets the verdicts, if there is something to grade
 
 
 class Screen:
@@ -207,11 +282,12 @@ class Screen:
         sys.stdout.flush()
         self._err.print(Text(f"assay: {one_line(text)}", style="red"), soft_wrap=True)
 
-    def print(self, text: str, style: str = "") -> None:
+    def print(self, text: str | Text, style: str = "") -> None:
+        shown = Text(printable(text), style) if isinstance(text, str) else text
         if self._terminal:
-            self._out.print(Text(printable(text), style=style))
+            self._out.print(shown)
         else:
-            print(printable(text), flush=True)
+            print(shown.plain, flush=True)
 
     def show(self, streams: Sequence[ReplyStream], grade: Grade, gold: str) -> list[list[Reply]]:
         """Generate and display all replies. After Ctrl-C the replies of the last models may be missing."""
@@ -228,27 +304,37 @@ class Screen:
                 print(flush=True)
             replies = stream.replies()
             shown.append(replies)
-            grade(replies)
-            for text, style in report(replies, [reply.text for reply in replies] if samples > 1 else None, gold):
-                self.print(text, style)
+            grade(stream.model, replies)
+            for line in report(replies, gold, texts=samples > 1):
+                self.print(line)
             if any(reply.finish is None for reply in replies):
                 break
         return shown
 
-    def _write(self, _stream: int, _sample: int, text: str) -> None:
-        sys.stdout.write(printable(text))
-        sys.stdout.flush()
+    def _write(self, _stream: int, _sample: int, text: str, style: str) -> None:
+        if style and self._terminal:
+            self._out.print(Text(text, style), end="", soft_wrap=True)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
-def report(replies: Sequence[Reply], texts: Sequence[str] | None, gold: str) -> Iterator[tuple[str, str]]:
-    """Lines and their styles: the numbered texts, if they are given, verdicts and summary."""
-    for index, reply in enumerate(replies):
-        if texts is not None:
-            yield (f"({index + 1}) {texts[index]}" if len(replies) > 1 else texts[index]), ""
+def report(replies: Sequence[Reply], gold: str, texts: bool) -> Iterator[Text]:
+    """With `texts`, the numbered texts; verdicts and summary."""
+    shown = numbered([reply.pieces for reply in replies])
+    for reply, text in zip(replies, shown, strict=True):
+        if texts:
+            yield text
         if reply.verdict is not None:
-            yield verdict_line(reply.verdict, gold), "green" if reply.verdict.correct else "red"
-    if summary := summary_line(replies):
-        yield summary, "bold"
+            yield Text(printable(verdict_line(reply.verdict, gold)), "green" if reply.verdict.correct else "red")
+    if summary := summary_line([reply.verdict for reply in replies if reply.verdict is not None]):
+        yield Text(summary, "bold")
+
+
+def numbered(texts: Sequence[Pieces]) -> list[Text]:
+    """One text without a number, or several with their numbers."""
+    numbers = [f"({number}) " for number in range(1, len(texts) + 1)] if len(texts) > 1 else [""]
+    return [Text.assemble(number, *pieces) for number, pieces in zip(numbers, texts, strict=False)]
 
 
 class Columns:
@@ -256,21 +342,17 @@ class Columns:
 
     def __init__(self, console: Console, streams: Sequence[ReplyStream], gold: str) -> None:
         self._console, self._streams, self._gold = console, streams, gold
-        self._texts = [[""] * stream.samples for stream in streams]
         self._replies: list[list[Reply]] | None = None  # once they are graded
         self._width = console.width - MARGIN
 
     def show(self, grade: Grade) -> list[list[Reply]]:
         with Live(get_renderable=self._table, console=self._console, refresh_per_second=12):
-            generate_replies(self._streams, self._add)
+            generate_replies(self._streams, lambda *_: None)
             replies = [stream.replies() for stream in self._streams]
-            for group in replies:
-                grade(group)
+            for stream, group in zip(self._streams, replies, strict=True):
+                grade(stream.model, group)
             self._replies = replies
         return replies
-
-    def _add(self, stream: int, sample: int, text: str) -> None:
-        self._texts[stream][sample] += printable(text)
 
     def _table(self) -> Table:
         table = Table(width=self._width, show_edge=False, pad_edge=False)
@@ -280,12 +362,9 @@ class Columns:
         return table
 
     def _cell(self, index: int) -> Group | Text:
-        texts = self._texts[index]
         if self._replies is not None:
-            lines = report(self._replies[index], texts, self._gold)
-            return Group(*(Text(printable(text), style=style) for text, style in lines))
+            return Group(*report(self._replies[index], self._gold, texts=True))
         # Only the last lines: a table higher than the terminal could not be redrawn in place.
-        numbered = [f"({number}) {text}" if len(texts) > 1 else text for number, text in enumerate(texts, 1)]
         width = max(self._width // len(self._streams) - 3, 1)
-        wrapped = Text("\n".join(numbered)).wrap(self._console, width, overflow="fold")
+        wrapped = Text("\n").join(numbered(self._streams[index].pieces)).wrap(self._console, width, overflow="fold")
         return Text("\n").join(wrapped[-max(self._console.height - FRAME, 1) :])

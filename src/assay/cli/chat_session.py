@@ -7,17 +7,20 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
-from assay.cli.chat_screen import ChatModel, Reply, ReplyStream, Screen
+from assay.cli.chat_screen import ChatModel, Played, Reply, ReplyStream, Screen
 from assay.config import MeasureConfig
+from assay.config.sections import EnvConfig, TaskConfig
 from assay.engine.base import UNKNOWN_LENGTH, SamplingParams
+from assay.envs import Env, TaskEnv
 from assay.rewards import Judging
-from assay.rollout.collect import request_seed
+from assay.rollout import Collector, request_seed
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
 from assay.train import components
-from assay.types import Finish, Message, Prompt, UserError, plural, unknown_name
+from assay.types import Finish, Message, Prompt, Status, UserError, plural, unknown_name
 
 INPUT_PROMPT = "> "
 
@@ -58,27 +61,43 @@ def parse_task_request(words: Sequence[str], default_task: str) -> TaskRequest:
 
 
 class TaskQuestions:
-    """Tasks by name, created when they are first used, and their judges.
+    """Tasks by name and environments on them, created when they are first used, and their judges.
 
     `cfg` is used for the task that it names. Other tasks use `plain`: only the user's own settings, not those of a run.
     """
 
     def __init__(self, cfg: MeasureConfig, plain: MeasureConfig) -> None:
-        self.default_task = cfg.task.name
+        self.default_task = cfg.task.name or cfg.env.name
         self._cfg, self._plain = cfg, plain
-        self._tasks: dict[str, Task] = {}
+        self._problems: dict[str, Task] = {}
         self._judges: dict[str, Judging] = {}
 
     def task(self, name: str) -> Task:
-        if name not in self._tasks:
-            own = self._settings(name).task
-            cfg = own if own.name in ("", name) else own.model_copy(update={"path": "", "args": {}})
+        """The task of this name; if it is the default task, the environment on it."""
+        if name == self.default_task:
+            return self.problems(self._cfg.task, self._cfg.env)
+        own = self._plain.task
+        cfg = own if own.name in ("", name) else own.model_copy(update={"path": "", "args": {}})
+        return self.problems(cfg.model_copy(update={"name": name}), EnvConfig())
+
+    def problems(self, task: TaskConfig, env: EnvConfig) -> Task:
+        """The task, or the environment if there is one. Equal settings share it."""
+        key = task.model_dump_json() + env.model_dump_json()
+        if key not in self._problems:
             try:
-                self._tasks[name] = components.build_task(cfg.model_copy(update={"name": name}))
+                self._problems[key] = components.build_problems(task, env)
             except UserError as error:
-                hint = "" if cfg.path else "; give the path of its data with --task NAME --task.path PATH"
+                hint = "" if task.path else "; give the path of its data with --task NAME --task.path PATH"
+                hint = '; to chat without the environment, add --env ""' if env.name else hint
                 raise UserError(f"{error}{hint}") from error
-        return self._tasks[name]
+        return self._problems[key]
+
+    def environment(self, name: str) -> Played | None:
+        """The environment in which all models answer the questions of a task; None: each answers in its own one."""
+        problems = self.task(name)
+        if not isinstance(problems, Env) or answers_any_question(problems):
+            return None
+        return Played(problems, components.episode_limits(self._cfg.env))
 
     def question(self, request: TaskRequest, rng: random.Random) -> tuple[Prompt, str, int]:
         """Return a problem, its split and its index."""
@@ -93,15 +112,18 @@ class TaskQuestions:
             raise UserError(f"{request.name} has {plural(size, f'{split} question')}: choose one from 0 to {size - 1}")
         return prompts[index], split, index
 
-    def grade(self, name: str, prompt: Prompt, replies: Sequence[Reply]) -> None:
-        judge, texts = self._judge(name), [reply.full_text for reply in replies]
-        (verdicts,) = judge.judge_groups([(texts, prompt.answer, judge.fields(prompt))])
-        for reply, verdict in zip(replies, verdicts, strict=True):
-            reply.verdict = verdict
+    def grade(self, name: str, prompt: Prompt, model: ChatModel, replies: Sequence[Reply]) -> None:
+        collector = Collector(model.engine, model.renderer, self._judge(name))
+        (group,) = collector.judge_episodes([prompt], [[reply.episode for reply in replies]])
+        for reply, rollout in zip(replies, group.rollouts, strict=True):
+            reply.verdict = rollout.verdict
 
     def close(self) -> None:
         for judge in self._judges.values():
             judge.close()
+        for problems in self._problems.values():
+            if isinstance(problems, Env):
+                problems.close()
 
     def _default_split(self, name: str) -> str:
         """All of a single file that the user named; if a run was trained on the file, its test split."""
@@ -120,6 +142,14 @@ class TaskQuestions:
             single = cfg.model_copy(update={"workers": min(cfg.workers, 1)})
             self._judges[name] = components.build_judge_pool(single, self.task(name), settings.judge)
         return self._judges[name]
+
+
+def answers_any_question(problems: Task | None) -> TypeGuard[TaskEnv]:
+    """Whether this is an environment, such as the calculator, that also plays questions from elsewhere.
+
+    Others pose their own problems, or grade each step by the gold answer.
+    """
+    return isinstance(problems, TaskEnv) and problems.judged
 
 
 # The conversation
@@ -150,6 +180,7 @@ class Question:
 
     prompt: Prompt
     task: str = ""  # its judge grades the answers; empty: none
+    played: Played | None = None  # the environment that poses it; None: models answer in their own environments
 
 
 class ChatSession:
@@ -204,11 +235,11 @@ class ChatSession:
             except UserError as error:
                 errors.append(error)
                 continue
-            streams.append(ReplyStream(model, ids, self.params, seed))
+            streams.append(ReplyStream(model, question.prompt, ids, self.params, seed, question.played))
             if note:
                 self.screen.note(note)
         self._note_unknown_words([stream.model for stream in streams], question.prompt.question)
-        all_replies = self.screen.show(streams, lambda replies: self._grade(question, replies), question.prompt.answer)
+        all_replies = self.screen.show(streams, partial(self._grade, question), question.prompt.answer)
         for stream, replies in zip(streams, all_replies, strict=False):
             self._remember(stream, question.prompt, replies)
         if self._interrupted:
@@ -216,12 +247,12 @@ class ChatSession:
         if errors := errors + [stream.error for stream in streams if stream.error is not None]:
             raise UserError("; ".join(map(str, errors)))
 
-    def _grade(self, question: Question, replies: list[Reply]) -> None:
+    def _grade(self, question: Question, model: ChatModel, replies: list[Reply]) -> None:
         try:
             if any(reply.finish is None for reply in replies):
                 self._interrupted = True
             elif question.task and replies:
-                self.questions.grade(question.task, question.prompt, replies)
+                self.questions.grade(question.task, question.prompt, model, replies)
         except KeyboardInterrupt:
             self._interrupted = True
 
@@ -229,16 +260,19 @@ class ChatSession:
         if not replies:
             return
         first, model = replies[0], stream.model
-        truncated = sum(reply.finish is Finish.LENGTH for reply in replies)
+        truncated = [reply.episode for reply in replies if reply.finish is Finish.LENGTH]
+        failed = [verdict for reply in replies if (verdict := reply.episode.verdict) and verdict.status is Status.ERROR]
         if truncated:
             full = stream.prompt_length + self.params.max_new_tokens > model.engine.info.max_length
             advice = "the context is full, /clear deletes the history" if full else "/max N allows more tokens"
-            which = "the answer was" if len(replies) == 1 else f"{truncated} of {len(replies)} answers were"
-            self.screen.note(f"{model.name}: {which} truncated: {advice}")
+            which = "the answer was" if len(replies) == 1 else f"{len(truncated)} of {len(replies)} answers were"
+            self.screen.note(f"{model.name}: {which} truncated: {truncated[0].cut_off or advice}")
+        elif failed and first.verdict is None:
+            self.screen.note(f"{model.name}: the environment failed: {failed[0].detail}")
         elif not any(reply.text.strip() for reply in replies) and first.finish is not None:
             self.screen.note(f"{model.name}: the answer is empty")
         if first.finish is not None or first.text:
-            model.history += [*prompt.messages, {"role": "assistant", "content": first.text}]
+            model.history += [*prompt.messages, *first.messages]
 
     def _note_unknown_words(self, models: Sequence[ChatModel], text: str) -> None:
         """Small tokenizers have only the words that their model was trained on."""
@@ -257,7 +291,7 @@ class ChatSession:
         self.screen.print(f"{request.name}, {split} question {index}:", "bold")
         self.screen.print(prompt.question)
         self._delete_history()
-        self._ask(Question(prompt, request.name))
+        self._ask(Question(prompt, request.name, self.questions.environment(request.name)))
 
     def _again(self, _: str) -> None:
         if self._last is None:
@@ -352,7 +386,8 @@ def welcome(session: ChatSession) -> None:
     for model in session.models:
         length = model.engine.info.max_length
         context = f"context of {length} tokens" if length < UNKNOWN_LENGTH else "context of unknown length"
-        session.screen.note(f"{model.name}: {model.renderer.style} style, {context}")
+        env = f", environment {name}" if (name := model.played.env.name) else ""
+        session.screen.note(f"{model.name}: {model.renderer.style} style, {context}{env}")
     default = session.questions.default_task
     task = f"/task asks a question of {default}, " if default else ""
     session.screen.note(f"temperature {session.params.temperature:g}; {task}/help lists all commands, /quit exits")

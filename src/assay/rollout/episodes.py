@@ -129,6 +129,7 @@ class Episode:
     reply: list[int] = field(default_factory=list)  # tokens since the policy's reply began, with inline observations
     reply_text: str = ""
     inserted: str = ""  # text of `next_context_ids`, if it continues the reply
+    observation: Observation = ""  # of the last step
     answer: str | None = None  # left to the run's judge
     verdict: Verdict | None = None
     cut_off: str = ""  # the limit that ended it
@@ -209,6 +210,7 @@ class EpisodeRunner:
         """Record what the environment returned: the reward, and the end of the episode or its next context."""
         observation, reward, terminated, truncated, info = step
         episode.turns[-1].reward, episode.turns[-1].masked = reward, is_masked(step)
+        episode.observation = observation
         if terminated or truncated:
             episode.answer, episode.verdict = info.get("answer"), info.get("verdict")
             if episode.answer is None and episode.verdict is None:
@@ -280,6 +282,7 @@ class EpisodeRunner:
             first.name,
             keep=self._keep(turn + 1),
             continues=handle,
+            stream=first.stream,
         )
 
 

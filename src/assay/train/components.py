@@ -111,11 +111,22 @@ def build_collector(
     env = task if isinstance(task, Env) else None
     if cfg.env.max_seconds and mesh and mesh.tp_size > 1:
         raise UserError("env.max_seconds cannot be combined with parallel.tp: ranks of one model would time out apart")
-    limits = Limits(cfg.env.max_steps, cfg.env.max_tokens, cfg.env.max_seconds)
     keep = cfg.engine.name == ENDPOINT  # answers cost money, and one of many requests may fail
     return Collector(
-        engine, renderer, judge, mesh or Mesh(), stopper, env, limits, progress=progress, keep_failures=keep
+        engine,
+        renderer,
+        judge,
+        mesh or Mesh(),
+        stopper,
+        env,
+        episode_limits(cfg.env),
+        progress=progress,
+        keep_failures=keep,
     )
+
+
+def episode_limits(cfg: EnvConfig) -> Limits:
+    return Limits(cfg.max_steps, cfg.max_tokens, cfg.max_seconds)
 
 
 def take(prompts: Sequence[Prompt], count: int, split: str, endless: bool = False) -> Sequence[Prompt]:
