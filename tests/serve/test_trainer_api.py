@@ -41,7 +41,7 @@ def test_the_endpoints_are_disabled_by_default(server: RunningServer) -> None:
     for path in ("info", "fingerprint"):
         answer = httpx.get(f"{server.url}/engine/{path}")
         assert answer.status_code == 403 and "--allow-updates" in answer.json()["error"]["message"]
-    for path in ("generate", "score", "weights", "sleep", "wake", "reset_prefix_cache"):
+    for path in ("generate", "weights", "sleep", "wake", "reset_prefix_cache"):
         assert httpx.post(f"{server.url}/engine/{path}", json={}).status_code == 403
 
 

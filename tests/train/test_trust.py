@@ -264,7 +264,16 @@ def test_the_user_is_asked_at_a_terminal(answer: str, trusted: bool, make_gift) 
 
 NAMES_NOTHING = {  # settings with a text that is only a text, or a name in the run itself
     *("name", "runs_dir", "device", "lora.targets", "prompt.template", "prompt.system", "reward.format_pattern"),
-    *("judge.extra", "judge.rubric", "judge.questions", "judge.device", "openai.extra", "sampling.stop", "eval.stop"),
+    *(
+        "judge.extra",
+        "judge.rubric",
+        "judge.questions",
+        "judge.device",
+        "openai.extra",
+        "reference.extra",
+        "sampling.stop",
+        "eval.stop",
+    ),
     *("algo.recipe", "algo.aggregate", "vllm.devices", "vllm.model", "sglang.devices", "server.devices", "http.name"),
 }
 

@@ -112,7 +112,7 @@ class Algorithm:
     def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
         """Pairs of a reason and the settings that have no effect because of it."""
         if not self.needs.reference:
-            yield "algo.kl_coef and algo.reward_kl_coef are 0", ["algo.reference"]
+            yield "algo.kl_coef and algo.reward_kl_coef are 0", ["algo.reference", "reference.url"]
         for component in (*self.components, *self.inactive):
             yield from component.unused(run)
 

@@ -494,6 +494,13 @@ class TrainingEngineConfig(EngineConfig):
     """auto: native for the families it has, hf for others; assay, vllm, sglang: servers; own: file.py:function"""
 
 
+class ReferenceServerConfig(EndpointConfig):
+    """A server that computes the log-probabilities of the reference model, instead of algo.reference."""
+
+    server: Literal["assay", "vllm"] = "assay"
+    """assay: `assay serve MODEL`; vllm: `vllm serve MODEL`, only with sampling.temperature = 1"""
+
+
 class OpenAIConfig(EndpointConfig):
     """An OpenAI-compatible endpoint, for engine.name = "openai" in `assay eval` and `assay chat`."""
 
@@ -630,6 +637,7 @@ class TrainConfig(Section):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    reference: ReferenceServerConfig = Field(default_factory=ReferenceServerConfig)
     source: SourceConfig = Field(default_factory=SourceConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)

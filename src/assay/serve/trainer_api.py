@@ -1,6 +1,6 @@
 """Endpoints for our trainer: generation with exact numbers, scores, weight updates and fingerprints.
 
-They are enabled by `http.allow_updates`, because they change what is served.
+All but scores are enabled by `http.allow_updates`, because they change what is served.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def trainer_routes(service: Service) -> list[Route]:
     return [
         Route("/engine/info", guarded(info)),
         Route("/engine/generate", guarded(generate), methods=["POST"]),
-        Route("/engine/score", guarded(score), methods=["POST"]),
+        Route("/engine/score", score, methods=["POST"]),
         Route("/engine/weights", guarded(weights), methods=["POST"]),
         Route("/engine/fingerprint", guarded(fingerprint)),
         Route("/engine/digests", guarded(digests)),

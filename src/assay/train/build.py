@@ -445,7 +445,7 @@ def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: Engine, prompt
     reference_bytes = 4 if cfg.algo.reference_ema else compute_bytes
     reference = updater.reference  # loaded by now if the settings name one
     reference_count = count if reference is None else sum(p.numel() for p in reference.parameters())
-    has_reference = learner.algo.needs.reference and not base_is_reference
+    has_reference = learner.algo.needs.reference and not base_is_reference and updater.served is None
     engine_bytes = torch.finfo(engine.info.dtype).bits // 8
     sizes = {
         "weights, gradients, AdamW": policy.weight_bytes + 12.0 * trained,

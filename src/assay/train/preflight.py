@@ -147,7 +147,7 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
     parts = {
         "weights, gradients and optimizer": frozen_bytes + trained_bytes * count,
         "the engine's weights": float(engine_bytes * count),
-        "reference": dtype_bytes * count * bool(needs and needs.reference),
+        "reference": dtype_bytes * count * bool(needs and needs.reference and not cfg.reference.url),
         "critic": 16.0 * count * bool(algo and algo.settings.critic and cfg.critic.trunk == "separate"),
     }
     length = min(TYPICAL_PROMPT + cfg.sampling.max_new_tokens, spec.max_length)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from assay.config import TrainConfig
+from assay.engine.remote.scoring import ScoringClient
 from assay.models import load_model, save_model
 from assay.models.base import LoadReport
 from assay.models.lora import weight_shapes
@@ -44,6 +45,8 @@ def load_reference(
     `run_path`: None for a run without a checkpoint; unless the settings name a model, `freeze_reference` sets its
     reference later. For adapters without a warm start, the reference is the policy's own base.
     """
+    if cfg.reference.url:
+        return serve_reference(updater, cfg)
     saved = None if run_path is None else checkpoints.folder(run_path, step) / FOLDER
     if saved is not None and reference_is_dynamic(cfg.algo):
         set_reference(updater, cfg, str(saved))
@@ -66,13 +69,23 @@ def load_reference(
         )
 
 
+def serve_reference(updater: Updater, cfg: TrainConfig) -> None:
+    """Use the model at `reference.url`."""
+    if cfg.algo.reference or reference_is_dynamic(cfg.algo):
+        raise UserError(
+            "reference.url names the reference, which does not change: remove it, or algo.reference, "
+            "algo.refresh_reference and algo.reference_ema"
+        )
+    updater.served = ScoringClient(cfg.reference, updater.temperature)
+
+
 def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None:
     """Make a copy of the policy the reference, unless there is one.
 
     The copy is saved and loaded again, so that it is bitwise equal to the one a resumed run loads. Untrained adapters
     need no copy: the policy equals its base model, which does not change.
     """
-    if updater.reference is not None:
+    if updater.reference is not None or updater.served is not None:
         return
     if updater.policy.adapters_are_zero() and not reference_is_dynamic(cfg.algo):
         updater.reference = updater.policy

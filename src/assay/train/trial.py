@@ -162,7 +162,7 @@ def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts
     params = replace(params, temperature=cfg.sampling.temperature)
     groups = with_trial_rewards(collector.collect(prompts[:PROMPTS], params, (cfg.seed, 0)))
     updater, critic = learner.updater, learner.critic
-    if learner.algo.needs.reference and updater.reference is None:
+    if learner.algo.needs.reference and updater.reference is None and updater.served is None:
         updater.reference = updater.policy  # as at the start of a run
     if critic is not None:
         critic.start_from(learner.policy)

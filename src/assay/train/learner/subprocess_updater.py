@@ -170,8 +170,8 @@ class SubprocessUpdater(Updater):
         return result
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
-        if not rows:
-            return []
+        if not rows or (by == "reference" and self.served is not None):
+            return super().scores(rows, algo, by) if rows else []
         self._start(algo, by == "reference" or algo.needs.ref_logprobs_in_loss)
         return self._call("scores", rows, by)
 
@@ -216,7 +216,9 @@ class SubprocessUpdater(Updater):
         names |= self._share(MOMENTS, optimizer_tensors(self.policy.named_parameters(), self.optimizer))
         if reference is not None and reference is not self.policy:
             names |= self._share(REFERENCE, dict(reference.named_parameters()))
-        plain = Updater(**updater_fields(self) | {"reference": reference, "progress": None, "mesh": Mesh()})
+        plain = Updater(
+            **updater_fields(self) | {"reference": reference, "served": None, "progress": None, "mesh": Mesh()}
+        )
         return pickled_with_names((plain, algo), names)
 
     def _share(self, kind: str, tensors: dict[str, Tensor]) -> dict[int, tuple[Any, ...]]:

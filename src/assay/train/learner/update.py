@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Literal
+from itertools import accumulate, compress, pairwise
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from assay.train.learner.parallel import sum_gradients
 from assay.types import Group, Progress
 
 Scorer = Literal["trainer", "reference"]
+REF_LOGPROBS = "ref_logprobs"  # input: the reference's log-probabilities, if a server has computed them
 ROUNDING = 1e-12  # gradient norms up to this are rounding errors of a gradient that is 0
 
 
@@ -77,6 +78,11 @@ class ScoreRecord:
         return [every[position] for position in range(len(rows))]
 
 
+class TokenScorer(Protocol):
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of all tokens but the first of each sequence."""
+
+
 @dataclass
 class Updater:
     """The policy, its optimizer and its reference, and how a batch updates them."""
@@ -88,6 +94,7 @@ class Updater:
     token_budget: int = 16384  # per micro-batch; halved permanently when one does not fit into memory
     dtype: torch.dtype = torch.float32  # of the computation; weights keep theirs
     reference: PolicyModel | None = None  # the policy itself: its base model, without the adapters
+    served: TokenScorer | None = None  # computes the reference's log-probabilities instead
     offload_reference: bool = False  # keep the reference in main memory while it is not used
     critic: Critic | None = None  # a critic that shares the policy's trunk and is updated with it
     mesh: Mesh = field(default_factory=Mesh)  # every rank gets all rows of a step and computes its share
@@ -107,6 +114,8 @@ class Updater:
         with self.working(algo.needs.ref_logprobs_in_loss):
             if algo.needs.trainer_logprobs and len(parts) * passes > 1:
                 parts = [self.recompute_logprobs(rows, algo) for rows in parts]
+            if algo.needs.ref_logprobs_in_loss and self.served is not None:
+                parts = [self._with_served_logprobs(rows, algo) for rows in parts]
             parts = [with_step_inputs(rows, algo) for rows in parts]
             steps = [
                 self.step(rows, algo, lr, None if later else record)
@@ -134,6 +143,10 @@ class Updater:
         scores = self.scores(rows, algo, "trainer")
         return [row.with_input(TRAINER_LOGPROBS, values) for row, values in zip(rows, scores, strict=True)]
 
+    def _with_served_logprobs(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
+        scores = self.scores(rows, algo, "reference")
+        return [row.with_input(REF_LOGPROBS, values) for row, values in zip(rows, scores, strict=True)]
+
     def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
         """The reference's log-probabilities of the trained tokens, one list per rollout; stored in the rollouts too."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -145,11 +158,17 @@ class Updater:
 
     def scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[list[float]]:
         """Log-probabilities of the trained tokens, one list per row, on every rank."""
+        if by == "reference" and self.served is not None:
+            return self._served_scores(self.served, rows)
         logprobs = partial(self._logprobs, self.policy) if by == "trainer" else self._ref_logprobs
         trained = [row for row in rows if row.count]  # other rows need no forward pass
         share_prefixes = self.policy.supports_prefix_sharing
         scores = iter(score_rows(self, self.policy, trained, logprobs, self._loss_dtype, share_prefixes))
         return [next(scores) if row.count else [] for row in rows]
+
+    def _served_scores(self, server: TokenScorer, rows: Sequence[Row]) -> list[list[float]]:
+        every = iter(self.mesh.on_main(lambda: server.score([row.ids for row in rows if row.count])))
+        return [list(compress(next(every), row.trained[1:])) if row.count else [] for row in rows]
 
     def step(
         self, rows: Sequence[Row], algo: Algorithm, lr: float, record: ScoreRecord | None = None
@@ -252,7 +271,7 @@ class Updater:
             )
         total.backward()
         scores = {TRAINER_LOGPROBS: torch.cat(trainer_logprobs), "entropies": torch.cat(entropies)}
-        record.parts.append((rows, scores if ref_logprobs is None else {**scores, "ref_logprobs": ref_logprobs}))
+        record.parts.append((rows, scores if ref_logprobs is None else {**scores, REF_LOGPROBS: ref_logprobs}))
         total_sums: Sums = sum(sums)  # type: ignore[assignment]
         return total_sums.and_loss("loss/value", values[0]) if values else total_sums
 
@@ -262,6 +281,8 @@ class Updater:
             self.critic.step(usable=False)
 
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
+        if REF_LOGPROBS in part.inputs:
+            return part.inputs[REF_LOGPROBS]
         assert self.reference is not None, "needs.reference: there is no reference model"
         with self.reference.adapters_off():
             return self._logprobs(self.reference, part)
