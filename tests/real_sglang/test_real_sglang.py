@@ -212,11 +212,14 @@ def test_aborted_requests_leave_the_server(engine: SGLangEngine, policy: Decoder
 
 
 def test_training_through_the_command_line_uses_a_running_server(
-    engine: SGLangEngine, model_folder: Path, tmp_path: Path
+    engine: SGLangEngine, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = SmallRuns(tmp_path)
+    assert engine.launched is not None
+    monkeypatch.setenv("KEY_OF_THE_SERVER", engine.launched.key)
     words = ("--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4)
-    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words, "--sglang.urls", engine.servers[0].url)
+    words = (*words, "--sglang.urls", engine.servers[0].url, "--sglang.api_key_env", "KEY_OF_THE_SERVER")
+    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words)
     output = run.communicate(timeout=1500)[0]
     assert run.returncode == 0, output
     compare_logprobs(small, "demo", steps=3)

@@ -16,8 +16,10 @@ from hf_scores import hf_scores
 from small_run import SmallRuns
 from sync_parts import LR, Learning
 
+from assay.config import ReferenceServerConfig
 from assay.engine.base import Request, SamplingParams, generate
 from assay.engine.check import check_engine
+from assay.engine.remote.scoring import ScoringClient
 from assay.engine.remote.transport import IpcTransport
 from assay.engine.remote.vllm.engine import VLLMEngine
 from assay.models import Decoder, Lora, fingerprint
@@ -156,6 +158,19 @@ def test_evaluation_with_a_config_gives_the_answers_of_the_native_engine(
         answers[name] = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(answers["vllm"]) == 6 and any(row["completion"] for row in answers["vllm"])
     assert CUDA or answers["vllm"] == answers["native"]  # greedy; in bfloat16, ties are broken differently
+
+
+def test_a_served_reference_has_the_scores_of_the_model(
+    engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer, running_server: tuple[str, ...]
+) -> None:
+    engine.update_weights(policy, 9)
+    options = dict(zip(running_server[::2], running_server[1::2], strict=True))
+    settings = ReferenceServerConfig(
+        url=options["--vllm.urls"], api_key_env=options.get("--vllm.api_key_env", ""), server="vllm"
+    )
+    sequences = [[*tokenizer.encode(TEXT), *range(5, 25)], [3, 9, 27]]
+    for own, ids in zip(ScoringClient(settings, 1.0).score(sequences), sequences, strict=True):
+        assert (torch.tensor(own) - scores(policy, ids)).abs().mean() < 5 * MEAN_GAP
 
 
 def compare_logprobs(small: SmallRuns, name: str, steps: int) -> None:
