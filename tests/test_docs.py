@@ -45,7 +45,9 @@ def command_lines(page: Path) -> list[list[str]]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    return [words[1:] for words in command_lines(page) if words[:1] == ["assay"]]
+    """Calls of assay, also those with torchrun."""
+    called = (words[words.index("assay") :] for words in command_lines(page) if "assay" in words)
+    return [words[1:] for words in called]
 
 
 def script_commands(page: Path) -> list[list[str]]:
