@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from one_machine import Slurm, slurm_on_one_machine, wait_until
+from test_seed_workflows import Workflow
 
 from assay.runs.rollouts import read_rollouts
 
@@ -296,3 +298,15 @@ def test_a_cancelled_job_with_an_engine_node_leaves_no_process(slurm: Slurm, wor
         slurm("scancel", job)
         ended = end_of(slurm, job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
+
+
+def test_the_slurm_command_of_dr_grpo_trains_the_recipe(slurm: Slurm, tmp_path: Path) -> None:
+    workflow = Workflow("dr_grpo", tmp_path)
+    workflow.model("Qwen/Qwen2.5-3B-Instruct")
+    prepare, command = (workflow.line(text) for text in ("assay data prepare", "assay slurm"))
+    command = re.sub(r"--gpus-per-node \d+", f"--gpus-per-node 0 --procs-per-node {PROCESSES}", command)
+    for line in (prepare, f"{command} --cpus-per-task {PROCESSES} --time 10 --submit"):
+        printed = slurm("bash", "-c", line.replace("assay", f"{sys.executable} -m assay", 1), cwd=tmp_path)
+    job = int(printed.split()[-1])
+    assert end_of(slurm, job)["JobState"] == "COMPLETED", logs_of(tmp_path, f"dr_grpo-{job}")
+    assert len(workflow.rollouts(f"dr_grpo-{job}", 1, 2)) == 2 * 4 * 4
