@@ -32,6 +32,12 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
     assert cfg.optim.eps == TrainConfig().optim.eps
 
 
+def test_overrides_keep_the_tables_of_the_caller() -> None:
+    table = {"steps": 60}
+    assert load_settings(TrainConfig, None, {"sft": table, "sft.steps": 5}).sft.steps == 5
+    assert table == {"steps": 60}
+
+
 def test_overrides_read_toml_values_strings_and_bare_switches() -> None:
     words = ["--a.b", "1", "--c=x/y z", "--flag", "--list", "['p', 'q']", "--low", "-3", "--some-key", "true"]
     expected = {"a.b": 1, "c": "x/y z", "flag": True, "list": ["p", "q"], "low": -3, "some_key": True}

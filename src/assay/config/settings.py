@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -112,7 +113,7 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
         if value is True and key in fields and not is_flag(fields[key].annotation):
             names = literals(fields[key].annotation)
             raise UserError(f"--{key} needs a value" + f": one of {', '.join(names)}" * bool(names))
-        set_dotted(tree, key, value, kind)
+        set_dotted(tree, key, deepcopy(value), kind)  # later keys change its tables
     reset_alternatives(tree, overrides, kind)
     try:
         return kind.model_validate(tree)
