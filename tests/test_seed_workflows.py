@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow  # test_docs.py parses the commands, without runni
 NEEDS_A_SERVER = re.compile(r"--engine (vllm|sglang)")  # tests/real_vllm and tests/real_sglang use real servers
 NUMBERS = {
     r"nproc_per_node=\d+": "nproc_per_node=2",
-    "step-000100": "step-000002",
+    "step-000100": "step-000001",
     "test500": "test9",
     "simple@60": "simple@1",
     "--train.steps 30": "--train.steps 4",
@@ -55,7 +55,7 @@ SMALL: dict[str, object] = {  # the models are taught the form of the answers fi
     "reward.workers": 0,
 }
 SIZES: dict[str, dict[str, object]] = {
-    "tapes": {"sampling.max_new_tokens": 40, "eval.every": 1, "optim.lr": 1e-2},
+    "tapes": {"train.steps": 1, "sampling.max_new_tokens": 36, "eval.every": 1, "optim.lr": 1e-2},
     "single_file": {"sft.steps": 0, "sampling.max_new_tokens": 16, "train.samples": 2, "optim.lr": 1e-3},
     "dr_grpo": {"prompt.template": "{question}", "sampling.max_new_tokens": 24, "eval.max_new_tokens": 24},
     "gym_reinforce": {
@@ -110,7 +110,7 @@ class Workflow:
             input=typed,
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=1800,
         )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-3000:]
         return done.stdout
@@ -144,8 +144,8 @@ def test_tapes(tmp_path: Path) -> None:
     workflow.model("meta-llama/Llama-3.1-8B-Instruct", "tiny")  # the reference: larger, with the same tokenizer
     printed = workflow()
     assert names(workflow.runs) == ["tapes", "tapes-2", "tapes-3"]  # the last one on two processes, as one run
-    tapes = workflow.rollouts("tapes", 1, 2)
-    assert len(tapes) == 2 * 4 * 4 and all(tape.prompt.id.startswith("gsm8k/train/") for tape in tapes)
+    tapes = workflow.rollouts("tapes", 1)
+    assert len(tapes) == 4 * 4 and all(tape.prompt.id.startswith("gsm8k/train/") for tape in tapes)
     assert all(len(tape.engine_logprobs) == len(tape.token_ids) == len(tape.loss_mask) for tape in tapes)
     rewards = {"ok": 1, "wrong": 0, "no_answer": -1, "unparsable": -1}
     assert all(tape.verdict and tape.reward == rewards[tape.verdict.status] for tape in tapes)
@@ -154,7 +154,7 @@ def test_tapes(tmp_path: Path) -> None:
         assert workflow.metrics(run, "policy/kl")[0] > 0 and workflow.metrics(run, "optim/grad_norm")[0] > 0
     assert len(read_lines(workflow.runs / "tapes", 1, "eval", "eval-test")) == 4  # periodic, on the test split
     judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
-    assert [row["verdict"]["reward"] for row in judged] == [tape.reward for tape in tapes[16:]]
+    assert [row["verdict"]["reward"] for row in judged] == [tape.reward for tape in tapes]
     assert json.loads((workflow.runs / "tapes-2" / "summary.json").read_text())["algorithm"] == "reinforce"
     assert printed.count("6 and 2?") == 1 and "\\boxed{" in printed.partition("6 and 2?")[2]  # test question 3
 
@@ -193,7 +193,7 @@ def test_dr_grpo(tmp_path: Path) -> None:
     tokenizer.save(tmp_path / old)
     printed = workflow("4 and 2?\n")
     assert len((tmp_path / "data" / "gsm8k-hash" / "test9.jsonl").read_text().splitlines()) == 9
-    assert names(workflow.runs) == ["dr_grpo"]
+    assert names(workflow.runs) == ["dr_grpo", "slurm"]  # the folder for logs
     for step in (1, 2):
         assert group_means_are_subtracted(workflow.runs / "dr_grpo", step)
     for verdict in (rollout.verdict for rollout in workflow.rollouts("dr_grpo", 1, 2)):
