@@ -18,7 +18,8 @@ from assay.train.preflight import diagnose_config, split_message
 
 def config(tmp_path: Path, **changes: Any) -> TrainConfig:
     small = SmallRuns(tmp_path)
-    return load_settings(TrainConfig, small.config, {"reward.function": "", **changes})
+    settings = {"reward.function": "", "train.prompts": 64, "train.samples": 4, **changes}
+    return load_settings(TrainConfig, small.config, settings)
 
 
 def names(causes: list[Diagnosis]) -> list[tuple[str, str]]:

@@ -43,11 +43,13 @@ def test_parallelise_on_one_process_changes_nothing() -> None:
 
 
 def test_mode_auto_shards_large_models_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_decoder()
-    gpu = Mesh(torch.device("cuda"))
-    assert pick_mode("auto", model, Mesh()) == pick_mode("auto", model, gpu) == "ddp"
+    model, gpu = tiny_decoder(), Mesh(torch.device("cuda"))
+    on_gpu = tiny_decoder()
+    monkeypatch.setattr(type(on_gpu), "device", property(lambda self: gpu.device if self is on_gpu else Mesh().device))
+    assert pick_mode("auto", model, Mesh()) == pick_mode("auto", on_gpu, gpu) == "ddp"
     monkeypatch.setattr(parallel, "LARGE", 1000)
-    assert pick_mode("auto", model, Mesh()) == "ddp" and pick_mode("auto", model, gpu) == "fsdp"
+    assert pick_mode("auto", model, Mesh()) == "ddp" and pick_mode("auto", on_gpu, gpu) == "fsdp"
+    assert pick_mode("auto", model, gpu) == "ddp"  # its updates run in another process
     assert pick_mode("ddp", model, gpu) == "ddp" and pick_mode("fsdp", model, Mesh()) == "fsdp"
 
 

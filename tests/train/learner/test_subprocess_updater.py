@@ -537,7 +537,7 @@ def begin_arguments() -> tuple[Any, ...]:
     updater = SubprocessUpdater.of(Updater(policy, make_adamw(policy, 1e-2)))
     content = updater._pickled(make_algorithm("grpo"), None)
     files = {name: (os.dup(shared.file.fileno()), shared.slots) for name, shared in updater.shared.items()}
-    return content, files, torch.device("cpu"), torch.get_num_threads()
+    return content, files, torch.device("cpu"), torch.get_num_threads(), None
 
 
 def test_begin_copies_weights_and_keeps_tied_ones_tied(begin_arguments: tuple[Any, ...]) -> None:
