@@ -37,9 +37,11 @@ def has_gained(summary: Mapping[str, Any]) -> bool:
 
 def fell_from_best(run: RunHistory) -> Diagnosis | None:
     """The last evaluation is far below an earlier one: their 95 % intervals do not overlap."""
-    evals = [row for row in run.steps if all(finite(row, f"eval/{name}") is not None for name in ("accuracy", "low"))]
+    evals = [
+        row for row in run.steps if all(finite(row, f"eval/{name}") is not None for name in ("accuracy", "low", "high"))
+    ]
     best = max(evals, key=lambda row: row["eval/low"], default=None)
-    if best is None or best["eval/low"] <= (finite(evals[-1], "eval/high") or 1.0):
+    if best is None or best["eval/low"] <= evals[-1]["eval/high"]:
         return None
     earlier, last = (f"{100 * row['eval/accuracy']:.1f} % in step {row['step']}" for row in (best, evals[-1]))
     return Diagnosis(
