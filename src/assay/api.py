@@ -81,7 +81,7 @@ class Policy:
             if env is None or isinstance(state, Prompt):
                 raise UserError("after=action requires an environment, and as state what its step returned")
             last, start = after.turns[-1].completion.token_ids, len(ids)
-            ids = after.token_ids + collector.episode_runner(collector.engine, env).observation_ids(prompt, last, state)
+            ids = after.token_ids + collector.episode_rules(env).observation_ids(prompt, last, state)
             if env.inline:
                 reply, ended = ids[start:], not last or last[-1] in renderer.stop_token_ids
                 room = min(cfg.sampling.max_new_tokens - len(reply), collector.engine.info.max_length - len(ids))

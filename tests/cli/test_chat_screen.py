@@ -20,8 +20,7 @@ from assay.cli.chat_screen import (
     summary_line,
     verdict_line,
 )
-from assay.engine import make_engine
-from assay.engine.base import Request, SamplingParams, generate
+from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.models import build_preset
 from assay.rollout import with_stops
 from assay.tasks import Abacus

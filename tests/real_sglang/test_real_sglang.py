@@ -17,7 +17,8 @@ import torch
 from hf_scores import hf_scores
 from small_run import SmallRuns
 
-from assay.engine.base import Finished, Request, SamplingParams, generate
+from assay.engine.base import Finished, Request, SamplingParams
+from assay.engine.client import generate
 from assay.engine.remote.sglang.engine import SGLangEngine
 from assay.engine.remote.transport import CHUNK_BYTES, FolderTransport, IpcTransport
 from assay.models import Decoder

@@ -17,8 +17,9 @@ from small_run import SmallRuns
 from sync_parts import LR, Learning
 
 from assay.config import ReferenceServerConfig
-from assay.engine.base import Request, SamplingParams, generate
+from assay.engine.base import Request, SamplingParams
 from assay.engine.check import check_engine
+from assay.engine.client import generate
 from assay.engine.remote.scoring import ScoringClient
 from assay.engine.remote.transport import IpcTransport
 from assay.engine.remote.vllm.engine import VLLMEngine

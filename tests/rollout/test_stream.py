@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -13,12 +13,12 @@ import torch
 
 from assay.engine import make_engine
 from assay.engine.base import SamplingParams
-from assay.engine.dispatch import Dispatcher
+from assay.engine.client import ClientThread
 from assay.envs import make_env
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector
-from assay.rollout.stream import CompletionStream, EpisodeStream, GroupStream, Ticket, open_stream
+from assay.rollout.stream import GroupStream, Ticket
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
 from assay.types import Group
@@ -34,11 +34,11 @@ class Parts:
         tokenizer = word_tokenizer(task.words())
         policy, renderer = build_preset("nano", tokenizer.vocab_size, 64, seed=3), Renderer(tokenizer)
         engine = make_engine("native", policy, device="cpu", dtype=torch.float32, max_length=64, decode=renderer.decode)
-        self.dispatcher = Dispatcher(engine)
+        self.thread = ClientThread(engine)
         judge = JudgePool(task.judge(), 0, 5.0)
         env = None if kind == "completions" else task
-        self.collector = Collector(self.dispatcher.connect(), renderer, judge, env=env)
-        self.stream = open_stream(self.collector, self.dispatcher.connect())
+        self.collector = Collector(engine, renderer, judge, env=env, thread=self.thread)
+        self.stream = GroupStream(self.collector, self.thread)
         self.prompts = list(task.prompts("test")[:8])
 
     def tickets(self) -> list[Ticket]:
@@ -51,7 +51,7 @@ def parts(request: pytest.FixtureRequest) -> Iterator[Parts]:
     made = Parts(request.param)
     yield made
     made.stream.close()
-    made.dispatcher.close()
+    made.thread.close()
 
 
 def all_groups(stream: GroupStream) -> dict[int, Group]:
@@ -74,12 +74,10 @@ def assert_same(groups: Sequence[Group], expected: Sequence[Group]) -> None:
 
 
 def test_a_stream_samples_the_groups_of_collect(parts: Parts) -> None:
-    kind = CompletionStream if parts.collector.env is None else EpisodeStream
-    assert isinstance(parts.stream, kind)
     parts.stream.start(parts.tickets())
     groups = all_groups(parts.stream)
     expected = parts.collector.collect(parts.prompts, PARAMS, (7, 0))
-    assert [groups[index] for index in range(len(expected))] == expected
+    assert_same([groups[index] for index in range(len(expected))], expected)
     assert all(rollout.verdict is not None for group in groups.values() for rollout in group.rollouts)
 
 
@@ -105,18 +103,18 @@ def test_dropped_groups_are_not_returned_and_can_be_started_again(parts: Parts) 
 
 
 def test_groups_can_be_dropped_at_any_time(parts: Parts) -> None:
-    """Another thread drops groups while this one samples: every group is either returned or dropped."""
-    tickets, returned = parts.tickets(), dict[int, Group]()
+    """Groups are dropped at different moments of their sampling: every other one is returned, and nothing is left."""
+    engine: Any = parts.thread.engine
     for round_ in range(5):
-        own = [replace(ticket) for ticket in tickets]
+        own = [replace(ticket) for ticket in parts.tickets()]
         parts.stream.start(own)
-        thread = threading.Thread(target=parts.stream.drop, args=(own[round_::2],))
-        thread.start()
+        time.sleep(0.002 * round_)
+        parts.stream.drop(own[round_::2])
         returned = all_groups(parts.stream)
-        thread.join()
-        kept = {ticket.number for ticket in own} - {ticket.number for ticket in own[round_::2]}
-        assert kept <= returned.keys()
-    assert all_groups(parts.stream) == {} and returned
+        assert sorted(returned) == [ticket.number for ticket in own if ticket not in own[round_::2]]
+    assert all_groups(parts.stream) == {}
+    parts.thread.close()
+    assert not (engine.scheduler.kept or engine.blocks.in_use or engine.scheduler.unfinished)
 
 
 def test_lengths_of_dropped_sequences_are_reported_if_the_engine_streams_them() -> None:
@@ -126,7 +124,8 @@ def test_lengths_of_dropped_sequences_are_reported_if_the_engine_streams_them() 
     made.stream.next()
     lengths = made.stream.drop(tickets)
     assert all(1 <= length <= PARAMS.max_new_tokens for length in lengths)
-    made.dispatcher.close()
+    made.stream.close()
+    made.thread.close()
 
 
 def test_a_request_that_cannot_be_served_is_an_error(parts: Parts) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from rich.console import Console, Group
@@ -14,12 +16,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from assay.engine.base import Engine, Finished, Request, SamplingParams, TokenChunk
+from assay.engine.base import Engine, Request, SamplingParams
+from assay.engine.client import EngineClient, run_sync
 from assay.envs import Env
 from assay.envs.base import Info, Observation, Step, as_messages
 from assay.evals.stats import pass_at_k
 from assay.rollout import Limits, with_stops
-from assay.rollout.episodes import Episode, EpisodeBatch, EpisodeRunner
+from assay.rollout.episodes import Episode, EpisodeRules
+from assay.rollout.play import GroupPlayer
 from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
 from assay.text.stream import TextStream
@@ -104,7 +108,7 @@ class ChatModel:
 
 
 class ReplyStream:
-    """The replies of a model to one prompt: episodes of an environment, which begin at the first `advance`."""
+    """The replies of a model to one prompt: episodes of an environment, and their text as it is written."""
 
     def __init__(
         self,
@@ -115,58 +119,40 @@ class ReplyStream:
         seed: int,
         played: Played | None = None,  # None: the model's own
     ) -> None:
-        env, limits = played or model.played
-        request = Request(ids, with_stops(params, model.renderer, env), seed, name=model.name, stream=True)
-        self.model, self.prompt_length, self.samples = model, len(ids), params.n
+        self.env, limits = played or model.played
+        params = with_stops(params, model.renderer, self.env)
+        self.model, self.prompt, self.prompt_length, self.samples = model, prompt, len(ids), params.n
+        self.request = Request(ids, params, seed, name=model.name, stream=True)
+        self.rules = EpisodeRules(model.engine.info, model.renderer, self.env, limits)
         self.error: UserError | None = None
         self.pieces: list[Pieces] = [[] for _ in range(params.n)]
+        self.on_text: Callable[[int, str, str], None] = lambda sample, text, style: None
+        self._episodes: list[Episode] = []
         self._messages: list[list[Message]] = [[{"role": "assistant", "content": ""}] for _ in range(params.n)]
-        self._batch = EpisodeBatch(EpisodeRunner(model.engine, model.renderer, env, limits), [(prompt, request)])
         # Not shown. A stop string of the environment only ends a turn, and belongs to the reply.
-        self._stops = [stop for stop in request.params.stop if stop not in env.stop]
+        self._stops = [stop for stop in params.stop if stop not in self.env.stop]
         self._streams = [TextStream(model.renderer.decode, self._stops) for _ in range(params.n)]
 
-    @property
-    def _episodes(self) -> list[Episode]:
-        return self._batch.groups[0] if self._batch.groups else []
+    async def play(self, client: EngineClient) -> None:
+        """Play the episodes to their end, or until an error, which is stored."""
+        player = GroupPlayer(client, self.rules)
+        group = player.start(self.prompt, self.request, listener=self)
+        self._episodes = group.episodes
+        try:
+            await group.result
+        except UserError as error:
+            self.error = error
+        finally:
+            group.cancel()
 
-    @property
-    def done(self) -> bool:
-        return self.error is not None or bool(self._episodes and all(episode.over for episode in self._episodes))
+    def receive(self, episode: Episode, token_ids: Sequence[int]) -> None:
+        self._write(episode.sample, self._streams[episode.sample].add(token_ids))
 
-    def advance(self) -> Iterator[tuple[int, str, str]]:
-        """Step the engine and the environment once; yields sample indices, and new text with its style."""
-        batch = self._batch
-        if not batch.groups:
-            batch.start_episodes()
-        events = self.model.engine.step()
-        assert events, "the engine has no work left, but replies are unfinished"
-        sampled: list[tuple[int, str]] = []
-        stepped: list[Episode] = []
-        for event in events:
-            if isinstance(event, TokenChunk | Finished):
-                episode = batch.requests[event.request_id][event.sample]
-                stream = self._streams[episode.sample]
-                if isinstance(event, TokenChunk):
-                    sampled.append((episode.sample, stream.add(event.token_ids)))
-                else:
-                    sampled.append((episode.sample, stream.finish()))
-                    stepped.append(episode)
-        batch.process(events)
-        for sample, text in sampled:
-            self._messages[sample][-1]["content"] += text
-            yield self._show(sample, text)
-        batch.apply_steps(wait=True)
-        for episode in stepped:
-            if text := self._observation(episode):
-                yield self._show(episode.sample, text, INSERTED)
-            self._streams[episode.sample] = TextStream(self.model.renderer.decode, self._stops, episode.reply)
-        if batch.errors:
-            self.error = UserError(batch.errors[min(batch.errors)])
-
-    def abort(self) -> None:
-        if not all(episode.over for episode in self._episodes):
-            self._batch.abort()
+    def stepped(self, episode: Episode) -> None:
+        self._write(episode.sample, self._streams[episode.sample].finish())
+        if text := self._observation(episode):
+            self._show(episode.sample, text, INSERTED)
+        self._streams[episode.sample] = TextStream(self.model.renderer.decode, self._stops, episode.reply)
 
     def replies(self) -> list[Reply]:
         if self.error is not None:
@@ -176,7 +162,7 @@ class ReplyStream:
 
     def _observation(self, episode: Episode) -> str:
         """What the environment wrote in its last step, for display; it is also added to the conversation."""
-        env, messages = self._batch.runner.env, self._messages[episode.sample]
+        env, messages = self.env, self._messages[episode.sample]
         if env.inline:
             text = "" if episode.over else episode.inserted
             messages[-1]["content"] += text
@@ -187,10 +173,15 @@ class ReplyStream:
         lines = "".join(f"\n[{message['role']}] {message['content']}" for message in observed)
         return lines if episode.over else f"{lines}\n"
 
-    def _show(self, sample: int, text: str, style: str = "") -> tuple[int, str, str]:
+    def _write(self, sample: int, text: str) -> None:
+        """Text of the policy."""
+        self._messages[sample][-1]["content"] += text
+        self._show(sample, text)
+
+    def _show(self, sample: int, text: str, style: str = "") -> None:
         piece = printable(text), style
         self.pieces[sample].append(piece)
-        return sample, *piece
+        self.on_text(sample, *piece)
 
 
 def finish_of(episode: Episode) -> Finish | None:
@@ -217,21 +208,20 @@ def deferred_interrupt() -> Iterator[list[Any]]:
 
 
 def generate_replies(streams: Sequence[ReplyStream], on_text: Callable[[int, int, str, str], None]) -> None:
-    """Advance all streams in turns until they are done or Ctrl-C is pressed. `on_text(stream, sample, text, style)`."""
-    try:
-        with deferred_interrupt() as interrupts:
-            while not interrupts and not all(stream.done for stream in streams):
-                for index, stream in enumerate(streams):
-                    try:
-                        for sample, text, style in () if stream.done else stream.advance():
-                            on_text(index, sample, text, style)
-                    except UserError as error:
-                        stream.error = error
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for stream in streams:
-            stream.abort()
+    """Play all streams until they end or Ctrl-C is pressed. `on_text(stream, sample, text, style)`."""
+
+    def check() -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+
+    async def play_all() -> None:
+        await asyncio.gather(*(stream.play(client) for stream, client in zip(streams, clients, strict=True)))
+
+    clients = [EngineClient(stream.model.engine, after_step=check) for stream in streams]
+    for index, stream in enumerate(streams):
+        stream.on_text = partial(on_text, index)
+    with deferred_interrupt() as interrupts, suppress(KeyboardInterrupt):
+        run_sync(play_all(), *clients)
 
 
 QUOTED = 60  # characters of an answer or a gold answer that a verdict quotes

@@ -20,9 +20,8 @@ from assay.engine.base import (
     SamplingParams,
     TokenChunk,
     WeightSource,
-    generate,
 )
-from assay.engine.dispatch import Dispatcher, EngineClient
+from assay.engine.client import EngineClient, generate, run_sync
 from assay.engine.hf import HFEngine
 from assay.engine.native.engine import NativeEngine
 from assay.models.base import PolicyModel
@@ -32,7 +31,6 @@ from assay.types import UserError, unknown_name
 __all__ = [
     "ENGINES",
     "Capabilities",
-    "Dispatcher",
     "Engine",
     "EngineClient",
     "EngineInfo",
@@ -49,6 +47,7 @@ __all__ = [
     "WeightSource",
     "generate",
     "make_engine",
+    "run_sync",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from asyncio import Future
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -295,6 +296,11 @@ class SampleCounter:
         self._finished_tokens += len(completion.token_ids)
         self.tokens = max(self.tokens, self._finished_tokens)
 
+    def add_future(self, future: Future[Completion]) -> None:
+        """Count the completion of a future that is done, unless it was cancelled or has failed."""
+        if not future.cancelled() and not future.exception():
+            self.add(future.result())
+
     def show(self) -> None:
         if self.report is not None:
             self.report(self.finished, self.tokens)
@@ -304,72 +310,3 @@ class SampleCounter:
             self._first = sampled
         self.tokens = max(self.tokens, sampled - self._first)
         self.show()
-
-
-ANOTHER_CONSUMER = "another consumer's event: share an engine through a Dispatcher"
-
-
-@gc_paused()
-def generate(
-    engine: Engine,
-    requests: Sequence[Request],
-    report: CountReport | None = None,
-    failures: dict[int, str] | None = None,
-) -> list[list[Completion]]:
-    """Serve requests and return the `params.n` completions of each, in order.
-
-    `report`: receives the number of finished completions and of sampled tokens from time to time.
-    `failures`: receives the errors of failed requests by index, if some are served; these have no completions.
-
-    If a request fails, all others are served first; then a `RequestError` is raised, unless `failures` is given. If
-    this function raises, it releases the sequences that its requests have kept. The caller must be the only consumer of
-    the engine's events; several consumers share an engine through a `Dispatcher`.
-    """
-    completions: list[dict[int, Completion]] = [{} for _ in requests]
-    errors: dict[int, str] = {}
-    index: dict[int, int] = {}
-    counter = SampleCounter(report)
-    try:
-        for position, request in enumerate(requests):
-            index[engine.add(request)] = position
-        unfinished = {request_id: max(requests[position].params.n, 1) for request_id, position in index.items()}
-        with counter.watching(engine):
-            while unfinished:
-                events = engine.step()
-                assert events, "the engine has no work left, but some requests are unfinished"
-                foreign = False
-                for event in events:
-                    if event.request_id not in unfinished:
-                        foreign = True  # raised after the loop, so that all sequences that were kept are released
-                        continue
-                    position = index[event.request_id]
-                    if isinstance(event, Finished):
-                        completions[position][event.sample] = event.completion
-                        unfinished[event.request_id] -= 1
-                        counter.add(event.completion)
-                    elif isinstance(event, Failed):
-                        errors[position] = event.error
-                        unfinished[event.request_id] = 0
-                    if not unfinished[event.request_id]:
-                        del unfinished[event.request_id]
-                if foreign:
-                    raise RuntimeError(ANOTHER_CONSUMER)
-                counter.show()
-    except BaseException:
-        engine.abort(index)
-        release_kept(engine, completions)
-        raise
-    if errors and (failures is None or len(errors) == len(requests)):
-        release_kept(engine, completions)
-        raise RequestError(errors)
-    for position, error in errors.items():
-        assert failures is not None
-        failures[position], completions[position] = error, {}
-    return [[done[sample] for sample in sorted(done)] for done in completions]
-
-
-def release_kept(engine: Engine, completions: Iterable[dict[int, Completion]]) -> None:
-    """Release the kept sequences of completions that are not returned."""
-    handles = (completion.handle for group in completions for completion in group.values())
-    if kept := [handle for handle in handles if handle is not None]:
-        engine.release(kept)

@@ -11,13 +11,15 @@ from functools import partial
 from typing import Protocol, Self, TypeVar
 
 from assay.config import EvalConfig, SamplingConfig
-from assay.engine.base import CountReport, Engine, Request, SamplingParams, generate
+from assay.engine.base import CountReport, Engine, Request, RequestError, SampleCounter, SamplingParams
+from assay.engine.client import ClientThread, EngineClient, run_sync
 from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import Judging, check_verdicts
-from assay.rollout.episodes import Episode, EpisodeRunner, Limits, as_group, request_seed
+from assay.rollout.episodes import Episode, EpisodeRules, Limits, as_group, request_seed
+from assay.rollout.play import GroupInPlay, GroupPlayer, all_ended
 from assay.text import Renderer
-from assay.types import Completion, Finish, Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
@@ -64,6 +66,7 @@ class Collector:
     first_failure: str = ""  # detail of the first verdict with status error
     progress: Progress | None = None  # receives how many answers of this rank are finished and judged
     keep_failures: bool = False  # answers to a request that failed get status error; False: an error is raised
+    thread: ClientThread | None = None  # steps the engine; None: the thread that calls `collect` does
     judging: threading.Lock = field(default_factory=threading.Lock)  # the judge serves one thread at a time
 
     def __enter__(self) -> Self:
@@ -161,36 +164,74 @@ class Collector:
 
     def _serve(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
         """Groups of these requests; of the ranks that serve one model together, the first returns them."""
-        if self.env is None:
-            return self._generate(requests, report)
-        return self._run_episodes(requests, self.env, report)
-
-    def _generate(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
         started = time.perf_counter()
-        failures: dict[int, str] = {}
-        kept = failures if self.keep_failures else None
-        completions = generate(self.engine, [request for _, request in requests], report, kept)
-        if self.mesh.tp_rank:
-            return []
-        for index in failures:
-            completions[index] = [Completion([], [], [], Finish.STOP) for _ in range(requests[index][1].params.n)]
-        groups = self.as_groups(requests, completions)
+        counter = SampleCounter(report)
+        if self.thread is not None:
+            played = self.thread.run(self._play(self.thread.client, requests, counter))
+        else:
+            client = EngineClient(self.engine, strict=not self._threads, after_step=counter.show)
+            with counter.watching(self.engine):
+                played = run_sync(self._play(client, requests, counter), client)
+        return [] if self.mesh.tp_rank else self.finish(played, started)
+
+    async def _play(
+        self, client: EngineClient, requests: Sequence[tuple[Prompt, Request]], counter: SampleCounter
+    ) -> list[GroupInPlay]:
+        """Play all groups to their end. Raises a `RequestError` if some have failed, unless failures are kept."""
+        player = self.player(client, counter)
+        groups = [player.start(*request) for request in requests]
+        try:
+            await all_ended(groups)
+        finally:
+            for group in groups:
+                group.cancel()
+            player.close()
+        counter.show()
+        failed = [error for group in groups if isinstance(error := group.result.exception(), RequestError)]
+        if failed and (not self.keep_failures or self.env is not None or len(failed) == len(groups)):
+            raise RequestError({number: line for error in failed for number, line in error.errors.items()})
+        return groups
+
+    def player(self, client: EngineClient, counter: SampleCounter | None = None) -> GroupPlayer:
+        """Plays groups of this collector's kind."""
+        rules = None if self.env is None else self.episode_rules(self.env)
+        return GroupPlayer(client, rules, self._threads, counter)
+
+    def episode_rules(self, env: Env) -> EpisodeRules:
+        return EpisodeRules(self.engine.info, self.renderer, env, self.limits)
+
+    @property
+    def _threads(self) -> int:
+        """Number of threads for steps of a slow environment.
+
+        With threads the order depends on the clock. So there are none on CPUs, where runs are reproducible to the last
+        bit, nor where several ranks have to make the same calls.
+        """
+        slow = self.env is not None and self.env.slow
+        return STEP_THREADS if slow and self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
+
+    def finish(self, played: Sequence[GroupInPlay], started: float | None = None) -> list[Group]:
+        """Judge groups that have ended. `started`: see `_judge`."""
+        if self.env is not None:
+            return self.judge_episodes([one.prompt for one in played], [one.episodes for one in played], started)
+        failures = {index: error for index, one in enumerate(played) if (error := one.result.exception()) is not None}
+        groups = self._as_groups(played)
         self.judge_groups([group for index, group in enumerate(groups) if index not in failures], started)
         for index, error in failures.items():
             for rollout in groups[index].rollouts:
-                rollout.verdict = Verdict(0.0, Status.ERROR, detail=error)
+                rollout.verdict = Verdict(0.0, Status.ERROR, detail=str(error))
         return groups
 
-    def as_groups(
-        self, requests: Sequence[tuple[Prompt, Request]], completions: Sequence[Sequence[Completion]]
-    ) -> list[Group]:
-        """Groups of decoded completions, which are not judged yet."""
+    def _as_groups(self, played: Sequence[GroupInPlay]) -> list[Group]:
+        """Groups of decoded completions, which are not judged yet. Those of requests that failed are empty."""
+        completions = [one.completions for one in played]
         texts = iter(self.renderer.decode_all([c.token_ids for samples in completions for c in samples]))
         groups = []
-        for (prompt, request), samples in zip(requests, completions, strict=True):
-            context = list(request.prompt_ids)
+        for one, samples in zip(played, completions, strict=True):
+            context = list(one.request.prompt_ids)
             turns = [Turn(context, completion, next(texts)) for completion in samples]
-            groups.append(Group(prompt, [Rollout(prompt, sample, [turn]) for sample, turn in enumerate(turns)]))
+            rollouts = [Rollout(one.prompt, sample, [turn]) for sample, turn in enumerate(turns)]
+            groups.append(Group(one.prompt, rollouts))
         return groups
 
     def judge_groups(self, groups: Sequence[Group], started: float | None = None) -> None:
@@ -199,22 +240,6 @@ class Collector:
         for group, verdicts in zip(groups, self._judge(answers, started), strict=True):
             for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
                 rollout.verdict, rollout.reward = verdict, verdict.reward
-
-    def _run_episodes(
-        self, requests: Sequence[tuple[Prompt, Request]], env: Env, report: CountReport | None
-    ) -> list[Group]:
-        """Run episodes; answers that the environment leaves to the run's judge are judged together at the end."""
-        started = time.perf_counter()
-        groups = self.episode_runner(self.engine, env).run(requests, report)
-        if self.mesh.tp_rank:
-            return []
-        return self.judge_episodes([prompt for prompt, _ in requests], groups, started)
-
-    def episode_runner(self, engine: Engine, env: Env) -> EpisodeRunner:
-        # With threads the order depends on the clock. So there are none on CPUs, where runs are reproducible to the
-        # last bit, nor where several ranks have to make the same calls.
-        threads = STEP_THREADS if self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
-        return EpisodeRunner(engine, self.renderer, env, self.limits, threads)
 
     def judge_episodes(
         self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Episode]], started: float | None = None

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from assay.engine.base import Engine, EngineLoad, Request
-from assay.engine.dispatch import Dispatcher
 from assay.engine.remote.vllm.worker import shared_buffer, weights_of_buffer
 from assay.serve.bridge import EngineBridge
+from assay.serve.engine_thread import EngineThread
 from assay.types import UserError, describe_error
 
 CHUNK_S = 60.0  # seconds after which an update without further weights is given up
@@ -97,14 +97,14 @@ class ChunkedUpdate:
 class EngineControl:
     """Calls of the engine that wait for a step boundary. They run in threads of the engine's process."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, thread: EngineThread) -> None:
+        self.thread = thread
         self._chunked: ChunkedUpdate | None = None
         self._updating = threading.Lock()
 
     @property
     def engine(self) -> Engine:
-        return self.dispatcher.engine
+        return self.thread.engine
 
     def load(self) -> EngineLoad:
         return getattr(self.engine, "load", EngineLoad(0, 0))
@@ -161,10 +161,10 @@ class EngineControl:
         return None if method is None else method()
 
     def sleep(self) -> None:
-        self.dispatcher.sleep()
+        self.engine.sleep()
 
     def wake(self) -> None:
-        self.dispatcher.wake()
+        self.engine.wake()
 
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
@@ -176,11 +176,11 @@ class LocalPort:
     def __init__(self, control: EngineControl, bridge: EngineBridge, loop: asyncio.AbstractEventLoop) -> None:
         self._control, self._loop = control, loop
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="engine-call")
-        self._client = control.dispatcher.connect(lambda events: self._post(bridge.receive, events))
+        self._client = control.thread.connect(lambda events: self._post(bridge.receive, events))
         bridge.port = self
 
     def add(self, requests: Sequence[Request]) -> list[int]:
-        return self._client.add_all(requests)
+        return self._client.add(requests)
 
     def abort(self, ids: Iterable[int]) -> None:
         self._client.abort(ids)

@@ -22,12 +22,12 @@ from itertools import count
 from typing import Any
 
 from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk
-from assay.engine.dispatch import Dispatcher
 from assay.process.messages import receive, send
 from assay.process.spawn import ChildProcess, ignore_stop_signals, take_pipes
 from assay.serve.app import make_app
 from assay.serve.bridge import EngineBridge
 from assay.serve.control import EngineControl
+from assay.serve.engine_thread import EngineThread
 from assay.serve.metrics import SIZE, Metrics
 from assay.serve.server import STOP_SIGNALS, Serving, build_service, make_http_server, nothing, run_server
 from assay.types import UserError, describe_error
@@ -86,7 +86,7 @@ class FrontendProcess:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         fds = (setup.listener, setup.metrics)
         self._child = ChildProcess(__name__, environment=environment, pass_fds=fds)
-        self._client = control.dispatcher.connect(self._on_events)
+        self._client = control.thread.connect(self._on_events)
         self._child.send(setup)
         for work in (self._read, self._write):
             threading.Thread(target=work, name=f"frontend-{setup.part}", daemon=True).start()
@@ -138,12 +138,12 @@ class FrontendProcess:
                     self._threads.submit(self._call, *value)
                 else:
                     self._report(kind, self.part)
-        except (EOFError, OSError, RuntimeError):  # it has ended, or the dispatcher is closed
+        except (EOFError, OSError, RuntimeError):  # it has ended, or the engine is closed
             self._report("ended", self.part)
 
     def _add(self, keys: Sequence[int], requests: Sequence[Request]) -> None:
         with self._lock:  # until the ids are known, because events may arrive immediately
-            for key, request, request_id in zip(keys, requests, self._client.add_all(requests), strict=True):
+            for key, request, request_id in zip(keys, requests, self._client.add(requests), strict=True):
                 self._keys[request_id], self._ids[key] = key, request_id
                 self._unfinished[key] = max(request.params.n, 1)
 
@@ -188,23 +188,23 @@ def listeners_of(listener: socket.socket, number: int) -> list[socket.socket]:
 
 def serve(engine: Engine, serving: Serving, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM; must be called in the main thread."""
-    dispatcher = Dispatcher(engine)
+    thread = EngineThread(engine)
     try:
         if serving.cfg.frontends:
-            serve_with_frontends(dispatcher, serving, listener)
+            serve_with_frontends(thread, serving, listener)
         else:
-            asyncio.run(run_server(dispatcher, serving, listener))
+            asyncio.run(run_server(thread, serving, listener))
     finally:
         listener.close()
-        dispatcher.close()
+        thread.close()
 
 
-def serve_with_frontends(dispatcher: Dispatcher, serving: Serving, listener: socket.socket) -> None:
+def serve_with_frontends(thread: EngineThread, serving: Serving, listener: socket.socket) -> None:
     number = serving.cfg.frontends
     messages: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     listeners = listeners_of(listener, number)
     frontends: list[FrontendProcess] = []
-    control = EngineControl(dispatcher)
+    control = EngineControl(thread)
     info, plain = control.info(), replace(serving, on_ready=nothing, on_stop=nothing)
     before = {one: signal.signal(one, lambda *_: messages.put(("stop", -1))) for one in STOP_SIGNALS}
     try:

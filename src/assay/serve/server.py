@@ -14,11 +14,11 @@ from typing import Any
 import uvicorn
 
 from assay.config import HttpConfig
-from assay.engine.dispatch import Dispatcher
 from assay.listen import is_loopback, limit_headers
 from assay.serve.app import make_app
 from assay.serve.bridge import EngineBridge
 from assay.serve.control import EngineControl, LocalPort
+from assay.serve.engine_thread import EngineThread
 from assay.serve.metrics import Metrics
 from assay.serve.protocol import RequestLimits, RequestParser
 from assay.serve.service import AccessRules, Service
@@ -128,9 +128,9 @@ def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = n
     return HttpServer(config, on_ready)
 
 
-async def run_server(dispatcher: Dispatcher, serving: Serving, listener: socket.socket) -> None:
+async def run_server(thread: EngineThread, serving: Serving, listener: socket.socket) -> None:
     """Serve in this process until Ctrl-C or SIGTERM."""
-    control = EngineControl(dispatcher)
+    control = EngineControl(thread)
     service = build_service(serving, control.info())
     port = LocalPort(control, service.bridge, asyncio.get_running_loop())
     server = make_http_server(make_app(service), serving.cfg, serving.on_ready)

@@ -1,4 +1,4 @@
-"""Asynchronous training: a producer samples groups while the learner updates the policy.
+"""Asynchronous training: another thread samples groups while the learner updates the policy.
 
 Groups are started with the weights that the engine serves at that moment, and may be finished by later weights: the
 engine is updated while it generates. The staleness of a group is the version of the learner that trains on it minus the
@@ -13,15 +13,13 @@ version that sampled its oldest token. It never exceeds `source.max_staleness` =
 
 With several training processes, the main rank samples all groups, which needs engine servers, and shares each batch.
 
-With k = 0 a batch is sampled completely, in the same way and with the same seeds, by one version: such a run equals one
-with `source = "on_policy"`, bit by bit, if the engine has exact seeds.
+k is at least 1. With `source.max_staleness = 0`, a run uses the on-policy source.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -29,9 +27,9 @@ from typing import Any
 from assay.algos import Algorithm
 from assay.config import TrainConfig
 from assay.engine.base import Request
-from assay.engine.dispatch import Dispatcher
+from assay.engine.client import ClientThread
 from assay.rollout import Collector
-from assay.rollout.stream import Ticket, open_stream
+from assay.rollout.stream import GroupStream, Ticket
 from assay.train.progress import RunState, Schedule, Stopping
 from assay.train.sources import OnPolicySource, PromptStream, SampledGroups, version_of
 from assay.types import Group, Prompt, Rollout, UserError
@@ -69,7 +67,7 @@ class SavedTicket:
 
 
 class AsyncSource(OnPolicySource):
-    """Takes batches of the groups that a thread samples. See the description of this module."""
+    """Takes batches of the groups that another thread samples. See the description of this module."""
 
     def __init__(
         self,
@@ -78,46 +76,34 @@ class AsyncSource(OnPolicySource):
         collector: Collector,
         prompts: PromptStream,
         schedule: Schedule,
-        dispatcher: Dispatcher,
         stopping: Stopping | None = None,
     ) -> None:
-        """`dispatcher`: of the engine; `collector.engine` is one of its clients."""
         super().__init__(cfg, algo, collector, prompts, schedule, stopping)
         self.max_staleness, self.cancels = cfg.source.max_staleness, cfg.source.cancel_stale
-        self.dispatcher = dispatcher
-        self.stream = open_stream(collector, dispatcher.connect())
-        self._arrived = threading.Condition()  # guards the next five
+        # Evaluations share the engine with the groups that are sampled meanwhile.
+        self.thread = collector.thread = ClientThread(collector.engine)
+        self.stream = GroupStream(collector, self.thread)
         self._running: dict[int, Ticket] = {}  # by number
-        self._finished: deque[tuple[Ticket, Group]] = deque()  # judged, not yet seen by the learner
-        self._error: BaseException | None = None
-        self._closed = False
-        self._activity = Tally()
         self._ready: list[tuple[Ticket, Group]] = []  # finished, not yet taken into a batch
+        self._activity = Tally()
         self._unstarted: list[Ticket] = []  # of a resumed run
         self._next_number = 0
         self._seen: Counter[str] = Counter()  # prompts started with the weights of version `_seen_version`
         self._seen_version = -1
         self._idle_since = time.perf_counter()
-        self._thread: threading.Thread | None = None
         self._before: tuple[dict[str, Any], list[Group]] | None = None  # state at the start of an interrupted `next`
         self._loaded: list[Ticket] = []  # of the finished groups of a checkpoint
-
-    # -- the learner's side
 
     def next(self, state: RunState) -> SampledGroups:
         """Wait for the groups of a batch, and start those of later batches."""
         if self.stopping:
             self.stopping.check()
-        if not self.max_staleness:
-            self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
         outcome = self.collector.mesh.on_main(lambda: self._next(state))
         if outcome is None:
             assert self.stopping is not None
             self.stopping.check()
             raise RuntimeError("sampling was interrupted without a stop request")
         sampled, state.answers, state.tokens, self.prompts.cursor = outcome
-        if not self.max_staleness:
-            self.dispatcher.sleep()
         return sampled
 
     def _next(self, state: RunState) -> tuple[SampledGroups, int, int, int] | None:
@@ -126,7 +112,6 @@ class AsyncSource(OnPolicySource):
         None if a stop request has interrupted it.
         """
         self._before = self._state()
-        self._start_thread()
         self._restart_stale(state.step)
         sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
         batch: list[tuple[Ticket, Group]] = []
@@ -152,8 +137,7 @@ class AsyncSource(OnPolicySource):
                 break
         state.answers += len(used)
         state.tokens += sum(rollout.length for rollout in used)
-        if self.max_staleness:
-            self._start_groups(state)  # the engine goes on while the learner updates
+        self._start_groups(state)  # the engine goes on while the learner updates
         sampled.long_prompts = self.prompts.rejected - rejected
         self._measure(sampled, batch, state.step)
         self._before = None
@@ -164,14 +148,17 @@ class AsyncSource(OnPolicySource):
 
         `answers`: those of the step so far.
         """
+        self._receive(wait=False)
         while self._needs_more(count, state.step):
             self._start_groups(state, count, answers)
-            arrived = self._wait()
-            if arrived is None:
-                return None
-            if not arrived:
+            if not self._running:
                 break
-            self._ready += arrived
+            started = time.perf_counter()
+            if self.stopping is None:
+                self._receive()
+            elif self.stopping.interruptible(self._receive) is None:
+                return None
+            self._activity.waited_s += time.perf_counter() - started
         self._ready.sort(key=lambda pair: (pair[0].version, pair[0].number))
         taken, self._ready = self._ready[:count], self._ready[count:]
         return sorted(taken, key=lambda pair: pair[0].number)
@@ -180,30 +167,18 @@ class AsyncSource(OnPolicySource):
         """Whether groups are missing, or a group must be waited for because it cannot be restarted again."""
         if len(self._ready) < count:
             return True
-        with self._arrived:
-            tickets = [*self._running.values(), *(ticket for ticket, _ in self._finished)]
+        tickets = self._running.values()
         return any(t.restarts >= MAX_RESTARTS and step - t.version >= self.max_staleness for t in tickets)
 
-    def _wait(self) -> list[tuple[Ticket, Group]] | None:
-        """Groups that have finished, in order; at staleness 0 all that were started. None if it is interrupted.
-
-        Empty if none is being sampled.
-        """
-        started = time.perf_counter()
-        take = self._take_finished
-        arrived = self.stopping.interruptible(take) if self.stopping else take()
-        self._activity.waited_s += time.perf_counter() - started
-        return None if arrived is None else sorted(arrived, key=lambda pair: pair[0].number)
-
-    def _take_finished(self) -> list[tuple[Ticket, Group]]:
-        with self._arrived:
-            while self._running and self._error is None and (not self._finished or not self.max_staleness):
-                self._arrived.wait()
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            arrived, self._finished = list(self._finished), deque()
-            return arrived
+    def _receive(self, wait: bool = True) -> bool:
+        """Take the groups that have finished, and `wait` until there is one. Returns True: it was not interrupted."""
+        for ticket, group in self.stream.next(wait):
+            del self._running[ticket.number]
+            self._ready.append((ticket, group))
+            self._activity.sampled_tokens += sum(rollout.length for rollout in group.rollouts)
+            if not self._running:
+                self._idle_since = self.stream.finished_at
+        return True
 
     def _restart_stale(self, step: int) -> None:
         """Sample groups again, or drop them, that would be staler than allowed in the next batch."""
@@ -211,13 +186,12 @@ class AsyncSource(OnPolicySource):
         def is_stale(ticket: Ticket) -> bool:
             return step - ticket.version > self.max_staleness
 
-        with self._arrived:
-            stale = [ticket for ticket in self._running.values() if is_stale(ticket)]
-            for ticket in stale:
-                del self._running[ticket.number]
-            expired = [ticket for ticket, _ in (*self._ready, *self._finished) if is_stale(ticket)]
-            self._ready = [pair for pair in self._ready if not is_stale(pair[0])]
-            self._finished = deque(pair for pair in self._finished if not is_stale(pair[0]))
+        self._receive(wait=False)
+        stale = [ticket for ticket in self._running.values() if is_stale(ticket)]
+        for ticket in stale:
+            del self._running[ticket.number]
+        expired = [ticket for ticket, _ in self._ready if is_stale(ticket)]
+        self._ready = [pair for pair in self._ready if not is_stale(pair[0])]
         lengths = self._activity.cancelled if self.cancels else self._activity.restarted
         lengths += self.stream.drop(stale)
         self._activity.expired += len(expired)
@@ -229,11 +203,9 @@ class AsyncSource(OnPolicySource):
         if self._unstarted:
             self._start([replace(one, version=state.step) for one in self._unstarted])
             self._unstarted = []
-        with self._arrived:
-            present = len(self._running) + len(self._ready) + len(self._finished)
+        present = len(self._running) + len(self._ready)
         allowed = self.prompts_per_step * self.max_staleness + wanted
-        if self.max_staleness:
-            allowed = min(allowed, self._groups_left(state, wanted, answers))
+        allowed = min(allowed, self._groups_left(state, wanted, answers))
         if allowed > present:
             self._start(self._new_tickets(allowed - present, state.step))
 
@@ -257,28 +229,23 @@ class AsyncSource(OnPolicySource):
         ]
 
     def _requests(self, prompts: Sequence[Prompt], step: int, seen: Counter[str]) -> list[tuple[Prompt, Request]]:
-        """Requests that report their tokens as they are sampled, if they may be restarted."""
+        """Requests that report their tokens as they are sampled, since they may be restarted."""
         requests = self.collector.requests_for(prompts, self.params, (self.seed, step), seen)
-        return [(prompt, replace(request, stream=self.max_staleness > 0)) for prompt, request in requests]
+        return [(prompt, replace(request, stream=True)) for prompt, request in requests]
 
     def _start(self, tickets: Sequence[Ticket]) -> None:
         if not tickets:
             return
-        now = time.perf_counter()
-        with self._arrived:
-            if not self._running:
-                self._activity.idle_s += now - max(self._idle_since, self._activity.began)
-            self._running |= {ticket.number: ticket for ticket in tickets}
-            self.stream.start(tickets)
-            self._arrived.notify_all()
+        if not self._running:
+            self._activity.idle_s += time.perf_counter() - max(self._idle_since, self._activity.began)
+        self._running |= {ticket.number: ticket for ticket in tickets}
+        self.stream.start(tickets)
 
     def _measure(self, sampled: SampledGroups, batch: Sequence[tuple[Ticket, Group]], step: int) -> None:
         """Set the metrics of a batch."""
         done, now = self._activity, time.perf_counter()
-        with self._arrived:
-            self._activity = Tally(now)
-            running, waiting = len(self._running), len(self._ready) + len(self._finished)
-            sampled.seconds, self.collector.seconds = dict(self.collector.seconds), {}
+        self._activity = Tally(now)
+        sampled.seconds, self.collector.seconds = dict(self.collector.seconds), {}
         ages = [step - version_of(group) for _, group in batch]
         elapsed = max(now - done.began, 1e-9)
         sampled.seconds["wait"] = done.waited_s
@@ -286,8 +253,8 @@ class AsyncSource(OnPolicySource):
             "async/staleness": sum(ages) / max(len(ages), 1),
             "async/staleness_max": float(max(ages, default=0)),
             **{f"async/staleness_{age}": ages.count(age) / len(ages) for age in range(self.max_staleness + 1) if ages},
-            "async/queued": float(waiting),
-            "async/running": float(running),
+            "async/queued": float(len(self._ready)),
+            "async/running": float(len(self._running)),
             "async/engine_idle": min(done.idle_s / elapsed, 1.0),
             "async/learner_idle": min(done.waited_s / elapsed, 1.0),
             "async/tokens_per_s": done.sampled_tokens / elapsed,
@@ -303,49 +270,11 @@ class AsyncSource(OnPolicySource):
         counts = {f"{name}_q{quarter + 1}": float(count) for quarter, count in sorted(quarters.items())}
         return {name: float(len(lengths))} | counts
 
-    # -- the producer's thread
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._produce, name="producer", daemon=True)
-            self._thread.start()
-
-    def _produce(self) -> None:
-        """Pass finished groups to the learner, until the source is closed or an error occurs."""
-        while True:
-            with self._arrived:
-                while not self._running and not self._closed:
-                    self._arrived.wait()
-                if self._closed:
-                    return
-            try:
-                finished = self.stream.next()
-            except BaseException as error:  # of any kind: the learner must not wait forever
-                with self._arrived:
-                    self._error = error
-                    self._running.clear()
-                    self._arrived.notify_all()
-                return
-            with self._arrived:
-                for ticket, group in finished:
-                    if self._running.get(ticket.number) is ticket:  # else it was restarted in the meantime
-                        del self._running[ticket.number]
-                        self._finished.append((ticket, group))
-                        self._activity.sampled_tokens += sum(rollout.length for rollout in group.rollouts)
-                if not self._running:
-                    self._idle_since = time.perf_counter()
-                self._arrived.notify_all()
-
     def close(self) -> None:
-        """End the thread and close the engine. Groups that are being sampled are dropped."""
-        with self._arrived:
-            self._closed = True
-            self._running.clear()
-            self._arrived.notify_all()
+        """End the thread. Groups that are being sampled are dropped."""
         self.stream.close()
-        if self._thread is not None:
-            self._thread.join()
-        self.dispatcher.close()
+        self.thread.close()
+        self.collector.thread = None
 
     # -- checkpoints
 
@@ -358,17 +287,16 @@ class AsyncSource(OnPolicySource):
         return (self._before or self._state())[1]
 
     def _state(self) -> tuple[dict[str, Any], list[Group]]:
-        with self._arrived:
-            running = sorted([*self._running.values(), *self._unstarted], key=lambda ticket: ticket.number)
-            finished = [*self._ready, *self._finished]
+        self._receive(wait=False)
+        running = sorted([*self._running.values(), *self._unstarted], key=lambda ticket: ticket.number)
         own = {
             "next_number": self._next_number,
             "running": [asdict(SavedTicket.of(ticket)) for ticket in running],
-            "finished": [asdict(SavedTicket.of(ticket)) for ticket, _ in finished],
+            "finished": [asdict(SavedTicket.of(ticket)) for ticket, _ in self._ready],
             "seen": dict(self._seen),
             "seen_version": self._seen_version,
         }
-        return {"cursor": self.prompts.cursor, "source": own}, [group for _, group in finished]
+        return {"cursor": self.prompts.cursor, "source": own}, [group for _, group in self._ready]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         super().load_state_dict(saved)
@@ -385,7 +313,7 @@ class AsyncSource(OnPolicySource):
                 f"the checkpoint has {len(groups)} finished groups, and its state names {len(self._loaded)}: resume "
                 "from another checkpoint"
             )
-        self._finished.extend(zip(self._loaded, groups, strict=True))
+        self._ready.extend(zip(self._loaded, groups, strict=True))
 
     def _restored(self, saved: SavedTicket) -> Ticket:
         prompt = self.prompts.at(saved.position)

@@ -18,7 +18,6 @@ from assay.algos import Algorithm, LengthLimits
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import Engine
-from assay.engine.dispatch import Dispatcher
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
 from assay.models.device import free_memory
@@ -250,13 +249,12 @@ def build_source(
     schedule: Schedule,
     stopping: Stopping,
 ) -> GroupSource:
-    """The source of groups. An asynchronous one shares the engine with evaluations, through a dispatcher."""
+    """The source of groups. An asynchronous one without staleness is the on-policy one."""
     if cfg.source.name == "on_policy":
         return OnPolicySource(cfg, algo, collector, prompts, schedule, stopping)
     checks.check_async_ranks(cfg, collector.mesh, algo)
-    dispatcher = Dispatcher(collector.engine)
-    collector.engine = dispatcher.connect()
-    return AsyncSource(cfg, algo, collector, prompts, schedule, dispatcher, stopping)
+    make = AsyncSource if cfg.source.max_staleness else OnPolicySource
+    return make(cfg, algo, collector, prompts, schedule, stopping)
 
 
 def load_problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, generate
 from assay.engine.base import KvOnUpdate
-from assay.engine.dispatch import Dispatcher
+from assay.engine.client import ClientThread
 from assay.engine.native.tensor_parallel import TensorParallelLeader, follow, new_cpu_group
 from assay.mesh import Mesh, init_mesh
 from assay.models.decoder import Decoder
-from assay.types import UserError
+from assay.types import Completion, UserError
 
 PARAMS = SamplingParams(n=2, temperature=0.8, max_new_tokens=40, stop_token_ids=(3, 5))
 LIMIT = 1e-9
@@ -291,37 +292,40 @@ def nothing_is_sent_when_idle(leader: TensorParallelLeader) -> None:
         assert leader.step() == [] and leader.step(wait=False) == [] and not sent
 
 
-def dispatcher_on_a_leader(mesh: Mesh) -> None:
-    """Clients in threads, one of which disconnects, while another thread updates weights."""
+def client_thread_on_a_leader(mesh: Mesh) -> None:
+    """Consumers in threads, one of which is cancelled, while another thread updates weights."""
     engine = new_engine("all at once", group=init_mesh(tp=2).tp_group)
     requests = [mixed_requests(PARAMS, seed=seed)[3:8] for seed in range(4)]
     alone = new_engine("all at once")
     expected = [tokens(generate(alone, some)) for some in requests]
 
     def lead(leader: TensorParallelLeader) -> None:
-        with Dispatcher(leader) as dispatcher:
-            halfway = threading.Barrier(5)
+        thread = ClientThread(leader)
+        halfway = threading.Barrier(5)
 
-            def consume(number: int) -> list[Any]:
-                with dispatcher.connect() as client:
-                    first = tokens(generate(client, requests[number]))
-                    client.add(Request([1, 2], replace(PARAMS, n=4), seed=0))
-                    halfway.wait(60)
-                    if number == 0:
-                        return [first]
-                    client.abort(range(10**6))
-                    return [first, tokens(generate(client, requests[number]))]
+        async def sampled(some: list[Request]) -> list[list[Completion]]:
+            return [await asyncio.gather(*futures) for futures in list(map(thread.client.submit, some))]
 
-            with ThreadPoolExecutor(4) as pool:
-                results = [pool.submit(consume, number) for number in range(4)]
-                halfway.wait(60)
-                with dispatcher.connect() as trainer:
-                    trainer.update_weights(policy(), version=1)  # the same weights: no token changes
-                for result, right in zip(results, expected, strict=True):
-                    assert all(one == right for one in result.result(60))
-            with dispatcher.connect() as client:
-                assert tokens(generate(client, requests[0])) == expected[0]
-            assert not dispatcher._owners and not engine.outputs.jobs
+        async def abandoned() -> None:
+            for future in thread.client.submit(Request([1, 2], replace(PARAMS, n=4), seed=0)):
+                future.cancel()
+
+        def consume(number: int) -> list[Any]:
+            first = tokens(thread.run(sampled(requests[number])))
+            thread.run(abandoned())
+            halfway.wait(60)
+            return [first] if number == 0 else [first, tokens(thread.run(sampled(requests[number])))]
+
+        with ThreadPoolExecutor(4) as pool:
+            results = [pool.submit(consume, number) for number in range(4)]
+            halfway.wait(60)
+            leader.update_weights(policy(), version=1)  # the same weights: no token changes
+            for result, right in zip(results, expected, strict=True):
+                assert all(one == right for one in result.result(60))
+        assert tokens(thread.run(sampled(requests[0]))) == expected[0]
+        thread.close()
+        assert not engine.outputs.jobs
+        leader.close()
 
     cpu_group = new_cpu_group(engine.group)  # type: ignore[arg-type]
     if mesh.rank:
@@ -344,7 +348,7 @@ def a_follower_fails_alone(mesh: Mesh) -> None:
 
 def leader_cases(mesh: Mesh) -> None:
     failures_leave_all_ranks_consistent(mesh)
-    dispatcher_on_a_leader(mesh)
+    client_thread_on_a_leader(mesh)
     different_arrivals_are_reported(mesh)
     with_leader(mesh, arrivals, "plain")
     with_leader(mesh, arrivals, "windows")

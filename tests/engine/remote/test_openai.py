@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 
 from assay import endpoint as client_module
 from assay.config import OpenAIConfig
-from assay.engine import Failed, Finished, Request, RequestError, SamplingParams, TokenChunk, generate, make_engine
+from assay.engine import Failed, Finished, Request, RequestError, SamplingParams, TokenChunk, make_engine
+from assay.engine.client import EngineClient, generate, run_sync
 from assay.engine.remote.openai import OpenAIEngine, sample_seed
 from assay.text.messages import MessageRenderer, TextTable
 from assay.types import Finish, Prompt, UserError
@@ -121,14 +123,17 @@ def test_a_failed_request_leaves_the_others_alone() -> None:
 
     with connected(reply=reply) as (_, engine):
         requests = [ask(engine, text) for text in ("one", "bad", "three")]
-        failures: dict[int, str] = {}
-        first, failed, last = generate(engine, requests, failures=failures)
-        assert failed == [] and list(failures) == [1] and "request 'bad'" in failures[1] and "too long" in failures[1]
-        assert [engine.texts.text(one.token_ids) for one in (*first, *last)] == ["you said one", "you said three"]
+        client = EngineClient(engine)
+
+        async def ask_all() -> list[Any]:
+            futures = [future for request in requests for future in client.submit(request)]
+            return await asyncio.gather(*futures, return_exceptions=True)
+
+        first, failed, last = run_sync(ask_all(), client)
+        assert isinstance(failed, RequestError) and "request 'bad'" in str(failed) and "too long" in str(failed)
+        assert [engine.texts.text(one.token_ids) for one in (first, last)] == ["you said one", "you said three"]
         with pytest.raises(RequestError, match="too long"):
             generate(engine, requests)
-        with pytest.raises(RequestError, match="too long"):  # nothing was served
-            generate(engine, requests[1:2], failures={})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from echo_parts import (
 )
 from http_parts import Answer, small_server
 
-from assay.engine.base import Capabilities, Failed, Finished, Request, generate
+from assay.engine.base import Capabilities, Failed, Finished, Request
+from assay.engine.client import generate
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
 

@@ -25,8 +25,9 @@ from sglang_parts import RULES, FakeSGLang, problem_of
 
 from assay.config import SGLangConfig
 from assay.engine import make_engine
-from assay.engine.base import Finished, Request, SamplingParams, generate
+from assay.engine.base import Finished, Request, SamplingParams
 from assay.engine.check import ScaledWeights, check_engine
+from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.sglang.engine import SGLangEngine, architecture_of
 from assay.engine.remote.transport import IpcTransport

@@ -14,7 +14,8 @@ import pytest
 from echo_parts import POLICY, EchoEngine, echo, engine_on, expected, options, requests, tokens, until
 from http_parts import Answer, SmallServer
 
-from assay.engine.base import Request, generate
+from assay.engine.base import Request
+from assay.engine.client import generate
 from assay.engine.remote.http import Server, ServerStale, ServerState
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError

@@ -20,8 +20,9 @@ from vllm_parts import FakeVLLM
 
 from assay.config import VLLMConfig
 from assay.engine import make_engine
-from assay.engine.base import Finished, Request, SamplingParams, generate
+from assay.engine.base import Finished, Request, SamplingParams
 from assay.engine.check import ScaledWeights, check_engine
+from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.pausable import sample_seed
 from assay.engine.remote.vllm.engine import VLLMEngine

@@ -17,13 +17,13 @@ from processes import start
 from assay.bench import episodes as bench
 from assay.bench.episodes import Rounds
 from assay.engine import Event, Failed, Request, RequestError, SamplingParams, make_engine
-from assay.engine.dispatch import Dispatcher
+from assay.engine.client import ClientThread
 from assay.engine.sequence import BLOCK_SIZE
 from assay.envs import Env, make_env
 from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
-from assay.rollout import Collector, Limits, episodes
+from assay.rollout import Collector, Limits, play
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
 from assay.types import Group, Rollout, Status
@@ -241,7 +241,7 @@ def test_slow_environments_use_no_threads_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # of the mesh only: without and with threads
 def test_step_that_exceeds_the_time_limit_ends_its_episode(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(episodes, "MIN_STEP_S", 0.2)
+    monkeypatch.setattr(play, "MIN_STEP_S", 0.2)
 
     class Hanging(Chatter):
         slow = True
@@ -279,7 +279,7 @@ def test_steps_with_a_time_limit_run_concurrently(device: str) -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
-    monkeypatch.setattr(episodes, "REPORT_S", 0.05)
+    monkeypatch.setattr(play, "REPORT_S", 0.05)
     env = Chatter()
     env.slow = slow
 
@@ -404,21 +404,23 @@ def test_batches_sharing_an_engine_are_independent() -> None:
     part = collector(Chatter(), max_batch=12)
     expected = as_data(part.collect(prompts, PARAMS, (0, 0)))
     engine: Any = part.engine
-    with Dispatcher(engine) as dispatcher, ThreadPoolExecutor(2) as pool:
-        own, broken = (replace(part, engine=dispatcher.connect(), env=env) for env in (Chatter(), Stops()))
+    thread = ClientThread(engine)
+    with ThreadPoolExecutor(2) as pool:
+        own, broken = (replace(part, thread=thread, env=env) for env in (Chatter(), Stops()))
         found = pool.submit(own.collect, prompts, PARAMS, (0, 0))
         stopped = pool.submit(broken.collect, prompts, PARAMS, (1, 0))
         with pytest.raises(ValueError, match="stop"):
             stopped.result(60)
         assert as_data(found.result(60)) == expected
         assert as_data(own.collect(prompts, PARAMS, (0, 0))) == expected
-        assert not (engine.scheduler.kept or engine.scheduler.unfinished)
+    thread.close()
+    assert_nothing_left(part)
 
 
 def test_events_of_another_consumer_raise() -> None:
     part = collector(Chatter(), max_batch=12)
     other = part.engine.add(Request([1, 2], SamplingParams(max_new_tokens=1), seed=0))
-    with pytest.raises(RuntimeError, match="through a Dispatcher"):
+    with pytest.raises(RuntimeError, match="through one EngineClient"):
         part.collect(Chatter().prompts("train")[:2], PARAMS, (0, 0))
     part.engine.abort([other])
     assert_nothing_left(part)

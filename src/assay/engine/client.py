@@ -1,0 +1,368 @@
+"""The engine as coroutines see it: submit requests, await their completions.
+
+    async def sample(client: EngineClient) -> list[Completion]:
+        return await asyncio.gather(*client.submit(request))
+
+    completions = run_sync(sample(client), client)
+
+A client belongs to one event loop, whose thread also steps the engine (`EngineClient.drive`). Two kinds of drivers:
+
+- Strict: before each step of the engine, the driver waits until every task that `spawn` has started waits for the
+  engine or has ended. Results are applied in the order of requests and samples. What the engine computes together, and
+  with it the last bits of the results, then does not depend on the clock, and ranks that serve one model together make
+  the same calls.
+- Otherwise the engine continues while tasks wait for something else, such as a slow environment.
+
+`run_sync` runs a coroutine in the thread of the caller. A `ClientThread` has its own thread, so that the engine works
+while the caller does something else: in asynchronous training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from assay.endpoint import LoopThread
+from assay.engine.base import (
+    CountReport,
+    Engine,
+    EngineInfo,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestError,
+    SampleCounter,
+    TokenChunk,
+    gc_paused,
+)
+from assay.engine.outputs import handles_of
+from assay.types import Completion
+
+T = TypeVar("T")
+ANOTHER_CONSUMER = "another consumer's event: share an engine through one EngineClient"
+CLEAN_UP_S = 10.0  # time limit of the tasks that are cancelled when `run_sync` ends
+ReceiveChunk = Callable[[TokenChunk], None]
+
+
+@dataclass(eq=False, slots=True)
+class Submitted:
+    """A request, the futures of its samples, and the numbers of their tokens as far as the engine streams them."""
+
+    request: Request
+    futures: list[asyncio.Future[Completion]]
+    tokens: list[int]
+    receive: ReceiveChunk | None
+
+    @property
+    def finished(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+
+class EngineClient:
+    """Submits requests to an engine, of which it is the only consumer. See the description of this module."""
+
+    def __init__(
+        self, engine: Engine, strict: bool = True, polls: bool = False, after_step: Callable[[], None] = lambda: None
+    ) -> None:
+        """`polls`: take one iteration of the engine at a time, since other threads may submit or cancel requests."""
+        self.engine, self.strict, self.polls, self.after_step = engine, strict, polls, after_step
+        self._submitted: dict[int, Submitted] = {}  # unfinished requests, by id
+        self._kept: set[int] = set()  # handles of kept sequences
+        self._cancelled: set[int] = set()  # ids of requests that were cancelled since the last step
+        self._awaited: set[asyncio.Future[Completion]] = set()  # by tasks that `spawn` has started
+        self._busy = 0  # such tasks that do not wait for the engine
+        self._changed: asyncio.Event | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def submit(self, request: Request, receive: ReceiveChunk | None = None) -> list[asyncio.Future[Completion]]:
+        """Add a request; one future per sample. Cancelling a future aborts its sample.
+
+        A request that fails raises a `RequestError`. `receive`: gets new tokens, if the request streams.
+        """
+        loop, request_id = asyncio.get_running_loop(), self.engine.add(request)
+        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(max(request.params.n, 1))]
+        self._submitted[request_id] = Submitted(request, list(futures), [0] * len(futures), receive)
+        for sample, future in enumerate(futures):
+            future.add_done_callback(partial(self._abort_cancelled, request_id, sample))
+        self._wake()
+        return futures
+
+    def sampled_tokens(self, futures: Iterable[asyncio.Future[Completion]]) -> list[int]:
+        """Numbers of tokens of unfinished samples so far, without those of which none is known."""
+        wanted = set(futures)
+        pairs = (pair for one in self._submitted.values() for pair in zip(one.futures, one.tokens, strict=True))
+        return [tokens for future, tokens in pairs if tokens and future in wanted and not future.done()]
+
+    def release(self, handles: Iterable[int | None]) -> None:
+        """Free kept sequences that will not be continued."""
+        if own := self._kept.intersection(handles):
+            self._kept -= own
+            self.engine.release(sorted(own))
+
+    def disown(self) -> None:
+        """Leave the kept sequences to the caller, who releases them."""
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Abort all requests and release all kept sequences."""
+        if self._submitted:
+            self.engine.abort(list(self._submitted))
+        self.release(list(self._kept))
+        for submitted in self._submitted.values():
+            for future in submitted.futures:
+                future.cancel()
+        self._submitted.clear()
+
+    # -- tasks that a strict driver waits for
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that may submit requests, and awaits their completions with `wait`."""
+        self.hold()
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self.unhold())
+        return task
+
+    async def wait(self, future: asyncio.Future[Completion]) -> Completion:
+        """Await a completion, in a task that `spawn` has started."""
+        if future.done():
+            return future.result()
+        self._awaited.add(future)
+        self.unhold()
+        try:
+            return await future
+        finally:
+            if future in self._awaited:  # the task is cancelled
+                self._awaited.discard(future)
+                self.hold()
+
+    def hold(self) -> None:
+        """Keep a strict driver from stepping the engine, until `unhold` is called as often."""
+        self._busy += 1
+
+    def unhold(self) -> None:
+        self._busy -= 1
+        self._wake()
+
+    # -- the driver
+
+    async def drive(self) -> None:
+        """Step the engine whenever there is work, until this is cancelled."""
+        self._changed = asyncio.Event()
+        while True:
+            while not self._submitted or (self.strict and self._busy):
+                self._changed.clear()
+                await self._changed.wait()
+            wait = not self.polls and not self._busy
+            try:
+                events = self.engine.step(wait)
+            except Exception as error:
+                self._fail_all(error)
+            else:
+                assert events or not wait, "the engine has no work left, but some requests are unfinished"
+                self._deliver(events)
+                del events  # a waiting driver must not keep completions alive
+            self.after_step()
+            await asyncio.sleep(0)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        foreign = False
+        finished: list[Finished] = []
+        for event in events:
+            submitted = self._submitted.get(event.request_id)
+            if submitted is None:
+                foreign = foreign or event.request_id not in self._cancelled
+                if handles := handles_of([event]):
+                    self.engine.release(handles)
+            elif isinstance(event, Finished):
+                finished.append(event)
+            elif isinstance(event, Failed):
+                self._fail(event.request_id, RequestError({event.request_id: event.error}))
+            else:
+                submitted.tokens[event.sample] += len(event.token_ids)
+                if submitted.receive is not None:
+                    submitted.receive(event)
+        self._cancelled.clear()
+        for event in sorted(finished, key=lambda event: (event.request_id, event.sample)):
+            self._finish(event)
+        if foreign:
+            raise RuntimeError(ANOTHER_CONSUMER)
+
+    def _finish(self, event: Finished) -> None:
+        submitted, handle = self._submitted.get(event.request_id), event.completion.handle
+        future = submitted.futures[event.sample] if submitted is not None else None
+        if handle is not None:
+            self._kept.add(handle)
+        if submitted is None or future is None or future.done():
+            self.release([handle])
+            return
+        if submitted.request.continues is not None:
+            self._kept.discard(submitted.request.continues)
+        self._settle(future)
+        future.set_result(event.completion)
+        if submitted.finished:
+            del self._submitted[event.request_id]
+
+    def _fail(self, request_id: int, error: Exception) -> None:
+        submitted = self._submitted.pop(request_id)
+        self.release([submitted.request.continues])
+        for future in submitted.futures:
+            if not future.done():
+                self._settle(future)
+                future.set_exception(error)
+                future.exception()  # it may have no consumer: then it is not reported
+        completions = (one.result() for one in submitted.futures if not one.cancelled() and not one.exception())
+        self.release([completion.handle for completion in completions])
+
+    def _fail_all(self, error: Exception) -> None:
+        ids = list(self._submitted)
+        for request_id in ids:
+            self._fail(request_id, error)
+        self.engine.abort(ids)
+
+    def _settle(self, future: asyncio.Future[Completion]) -> None:
+        """A task that awaits this future is going to continue."""
+        if future in self._awaited:
+            self._awaited.discard(future)
+            self._busy += 1
+
+    def _abort_cancelled(self, request_id: int, sample: int, future: asyncio.Future[Completion]) -> None:
+        submitted = self._submitted.get(request_id)
+        if submitted is None or not future.cancelled():
+            return
+        self._cancelled.add(request_id)
+        self.engine.abort([request_id if submitted.finished else (request_id, sample)])
+        if submitted.finished:
+            del self._submitted[request_id]
+            self.release([submitted.request.continues])
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+
+
+def run_sync(work: Coroutine[Any, Any, T], *clients: EngineClient) -> T:
+    """The result of a coroutine that uses these clients, whose engines this call steps. Closes the clients.
+
+    Works in a thread that runs an event loop, too, such as that of a notebook: then another thread does the work.
+    """
+    if not in_event_loop():
+        return _run_here(work, clients)
+    thread = LoopThread()
+    try:
+        return thread.call(_driven(work, clients))
+    finally:
+        thread.stop()
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop."""
+    with suppress(RuntimeError):
+        return bool(asyncio.get_running_loop())
+    return False
+
+
+async def _driven(work: Coroutine[Any, Any, T], clients: Sequence[EngineClient]) -> T:
+    """Run drivers and work; an error of a driver ends the work."""
+    drivers = [asyncio.ensure_future(client.drive()) for client in clients]
+    task = asyncio.ensure_future(work)
+    try:
+        with gc_paused():
+            await asyncio.wait([task, *drivers], return_when=asyncio.FIRST_COMPLETED)
+        for driver in drivers:
+            if driver.done():
+                driver.result()
+        return task.result()
+    finally:
+        await cancelled([task, *drivers])
+        for client in clients:
+            client.close()
+
+
+def _run_here(work: Coroutine[Any, Any, T], clients: Sequence[EngineClient]) -> T:
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(_driven(work, clients))
+    finally:
+        # After Ctrl-C, tasks remain. The exception may have hit the loop itself, so they may never end.
+        for client in clients:
+            client.close()
+        if tasks := asyncio.all_tasks(loop):
+            loop.run_until_complete(cancelled(tasks))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their end."""
+    tasks = set(tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        done, _ = await asyncio.wait(tasks, timeout=CLEAN_UP_S)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # retrieved, so that it is not reported
+
+
+class ClientThread:
+    """An engine with a client in a thread of its own, which steps it. Not strict: results depend on the clock."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.loop = engine, LoopThread()
+        self.client = EngineClient(engine, strict=False, polls=True)
+        self._driver = self.loop.call(self._start())
+
+    async def _start(self) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self.client.drive())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine that uses the client."""
+        return self.loop.call(work)
+
+    def close(self) -> None:
+        """Drop all requests and end the thread. The engine is not closed."""
+        if self.loop.running:
+            self.loop.call(cancelled([self._driver]))
+            self.loop.call(self._close_client())
+            self.loop.stop()
+
+    async def _close_client(self) -> None:
+        self.client.close()
+
+
+def generate(engine: Engine, requests: Sequence[Request], report: CountReport | None = None) -> list[list[Completion]]:
+    """Serve requests and return the `params.n` completions of each, in order.
+
+    `report`: receives the number of finished completions and of sampled tokens from time to time.
+
+    If a request fails, all others are served first; then a `RequestError` is raised, and kept sequences are released.
+    The caller must be the only consumer of the engine's events.
+    """
+    counter = SampleCounter(report)
+    client = EngineClient(engine, after_step=counter.show)
+
+    async def serve() -> list[list[Completion]]:
+        submitted = [client.submit(request) for request in requests]
+        for future in (future for futures in submitted for future in futures):
+            future.add_done_callback(counter.add_future)
+        results = await asyncio.gather(*(asyncio.gather(*futures) for futures in submitted), return_exceptions=True)
+        counter.show()
+        failed = {index: result for index, result in enumerate(results) if isinstance(result, BaseException)}
+        for error in failed.values():
+            if not isinstance(error, RequestError):
+                raise error
+        if failed:
+            raise RequestError({index: str(error) for index, error in failed.items()})
+        client.disown()
+        return [list(result) for result in results if not isinstance(result, BaseException)]
+
+    with counter.watching(engine):
+        return run_sync(serve(), client)

@@ -1,0 +1,322 @@
+"""Coroutines that share an engine: futures of samples, cancellation, kept sequences, errors, drivers and threads."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import small_decoder
+from native_parts import MODES, SPECS, Mode, assert_same_groups, engine_for, mixed_prompts, transformers_model, words
+
+from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine, run_sync
+from assay.engine.base import Failed, Finished, RequestError, TokenChunk
+from assay.engine.client import ClientThread, EngineClient
+from assay.models.decoder import Decoder
+from assay.models.fallback import HFModel
+from assay.types import Completion
+
+WAYS = {name: MODES[name] for name in ("plain", "windows", "all at once")}
+LONG = SamplingParams(max_new_tokens=60)
+
+
+@functools.cache
+def model() -> Decoder:
+    return small_decoder(SPECS["qwen3"], seed=21)
+
+
+def requests_of(consumer: int, count: int = 6) -> list[Request]:
+    draw = random.Random(consumer)
+    params = SamplingParams(n=2, max_new_tokens=24, stop_token_ids=(3, 5))
+    prompts = draw.sample(mixed_prompts(seed=consumer), count)
+    return [
+        Request(prompt, replace(params, max_new_tokens=draw.choice((1, 9, 24))), seed=100 * consumer + i)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+async def sampled(client: EngineClient, requests: Sequence[Request]) -> list[list[Completion]]:
+    submitted = [client.submit(request) for request in requests]
+    return [list(await asyncio.gather(*futures)) for futures in submitted]
+
+
+def nothing_left(engine: Any) -> bool:
+    """Whether the engine has no state of any request."""
+    held = (engine.outputs.jobs, engine.outputs.events, engine.incoming, engine.scheduler.kept)
+    return not any(held) and not engine.scheduler.unfinished and not engine.blocks.in_use
+
+
+@pytest.fixture
+def engine() -> NativeEngine:
+    return engine_for(model())
+
+
+@pytest.mark.parametrize("mode", WAYS)
+def test_concurrent_consumers_get_the_same_results_as_alone(mode: str) -> None:
+    engine = engine_for(model(), WAYS[mode])
+    thread = ClientThread(engine)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda one: thread.run(sampled(thread.client, requests_of(one))), range(8)))
+    thread.close()
+    assert nothing_left(engine)
+    alone = engine_for(model())
+    for consumer, groups in enumerate(found):
+        requests = requests_of(consumer)
+        assert [len(group) for group in groups] == [2] * len(requests)
+        assert_same_groups(model(), requests, groups, generate(alone, requests))
+
+
+def test_concurrent_consumers_of_the_hf_engine() -> None:
+    hf: Any = transformers_model(SPECS["qwen3"], model())
+    engine = make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
+    request = Request([1, 2, 3], SamplingParams(max_new_tokens=5), seed=0)
+    client = EngineClient(engine)
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(sampled(client, [request]), sampled(client, [request]))
+
+    one, other = run_sync(both(), client)
+    assert one == other
+
+
+def test_chunks_of_a_streaming_request_are_the_tokens_of_its_samples(engine: NativeEngine) -> None:
+    client, chunks = EngineClient(engine), dict[int, list[int]]()
+
+    def receive(chunk: TokenChunk) -> None:
+        chunks.setdefault(chunk.sample, []).extend(chunk.token_ids)
+
+    async def stream() -> list[Completion]:
+        futures = client.submit(Request([1, 2], replace(LONG, n=2), seed=4, stream=True), receive)
+        other = client.submit(requests_of(2)[0])
+        return list((await asyncio.gather(*futures, *other))[:2])
+
+    completions = run_sync(stream(), client)
+    assert chunks == {sample: completion.token_ids for sample, completion in enumerate(completions)}
+
+
+def test_cancelling_futures_aborts_samples_and_requests(engine: NativeEngine) -> None:
+    client = EngineClient(engine)
+
+    async def cancel_some() -> list[Completion]:
+        first, second = (client.submit(Request([1, 2, seed], replace(LONG, n=2), seed, keep=True)) for seed in range(2))
+        streamed = client.submit(Request([5], SamplingParams(max_new_tokens=3), seed=9))
+        await streamed[0]
+        for future in (first[0], *second):
+            future.cancel()
+        kept = await first[1]
+        client.release([kept.handle])
+        return [kept]
+
+    (kept,) = run_sync(cancel_some(), client)
+    assert len(kept.token_ids) == 60 and nothing_left(engine)
+
+
+def test_kept_sequences_are_released_when_the_work_ends(engine: NativeEngine) -> None:
+    client = EngineClient(engine)
+
+    async def keep() -> None:
+        (first,) = client.submit(Request([4, 5, 6], SamplingParams(max_new_tokens=5), seed=1, keep=True))
+        handle = (await first).handle
+        client.submit(Request([7], LONG, seed=3, continues=handle))
+        await client.submit(Request([4], SamplingParams(max_new_tokens=5), seed=1, keep=True))[0]
+
+    run_sync(keep(), client)  # one sequence is kept, and one is being continued
+    assert nothing_left(engine)
+
+
+def test_generate_leaves_kept_sequences_to_its_caller(engine: NativeEngine) -> None:
+    params = SamplingParams(max_new_tokens=5)
+    ((kept,),) = generate(engine, [Request([4, 5, 6], params, seed=1, keep=True)])
+    continued = generate(engine, [Request([7], params, seed=3, continues=kept.handle)])
+    whole = [Request([4, 5, 6, *kept.token_ids, 7], params, seed=3)]
+    assert_same_groups(model(), whole, continued, generate(engine_for(model()), whole))
+    assert nothing_left(engine)
+
+
+def test_a_failed_request_does_not_affect_others(engine: NativeEngine) -> None:
+    client = EngineClient(engine)
+
+    async def mixed() -> list[Any]:
+        odd = client.submit(Request([99], LONG, seed=0, name="odd"))
+        others = await sampled(client, requests_of(2))
+        return [odd[0].exception(), others]
+
+    error, others = run_sync(mixed(), client)
+    assert isinstance(error, RequestError) and "request 'odd'" in str(error)
+    assert_same_groups(model(), requests_of(2), others, generate(engine_for(model()), requests_of(2)))
+
+
+def test_an_exception_of_the_engine_reaches_all_requests_and_later_ones_are_served(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, client = generate(engine, requests_of(1)), EngineClient(engine)
+
+    async def fail_once() -> tuple[list[Any], list[list[Completion]]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "decode", lambda *_: (_ for _ in ()).throw(MemoryError("out of memory")))
+            futures = [future for request in requests_of(1) for future in client.submit(request)]
+            errors = await asyncio.gather(*futures, return_exceptions=True)
+        return errors, await sampled(client, requests_of(1))
+
+    errors, served = run_sync(fail_once(), client)
+    assert {type(error) for error in errors} == {MemoryError}
+    assert_same_groups(model(), requests_of(1), served, expected)
+    assert nothing_left(engine)
+
+
+def test_ctrl_c_in_a_step_ends_the_work_and_leaves_nothing(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, calls = engine.runner.decode, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        decode(*args)
+
+    client = EngineClient(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_sync(sampled(client, [replace(one, params=LONG, keep=True) for one in requests_of(3)]), client)
+    assert nothing_left(engine)
+    assert len(generate(engine, requests_of(1))) == 6
+
+
+def test_a_strict_driver_waits_for_tasks_that_may_submit_requests(engine: NativeEngine) -> None:
+    """Of two tasks, one does something slow between two requests: the next step serves both second requests."""
+    client, steps = EngineClient(engine), list[int]()
+    step = engine.step
+
+    def counted(wait: bool = True) -> list[Any]:
+        steps.append(len(engine.incoming))
+        return step(wait)
+
+    async def turns(pause: float) -> None:
+        short = SamplingParams(max_new_tokens=1)
+        await client.wait(client.submit(Request([1], short, seed=1))[0])
+        await asyncio.sleep(pause)
+        await client.wait(client.submit(Request([2], short, seed=2))[0])
+
+    async def both() -> None:
+        await asyncio.gather(client.spawn(turns(0.0)), client.spawn(turns(0.05)))
+
+    engine.step = counted  # type: ignore[method-assign]
+    run_sync(both(), client)
+    assert steps == [2, 2]
+
+
+def test_run_sync_works_inside_a_running_event_loop(engine: NativeEngine) -> None:
+    expected = generate(engine, requests_of(1))
+
+    async def notebook() -> list[list[Completion]]:
+        return generate(engine, requests_of(1))
+
+    assert asyncio.run(notebook()) == expected
+
+
+def test_weights_are_updated_from_another_thread_while_requests_run() -> None:
+    engine = engine_for(model(), Mode(max_batch=4))
+    request = Request([1, 2, 3], LONG, seed=7, stream=True)
+    ((alone,),) = generate(engine, [request])
+    thread, enough, received = ClientThread(engine), threading.Event(), list[int]()
+
+    def receive(chunk: TokenChunk) -> None:
+        received.extend(chunk.token_ids)
+        if len(received) >= 9:
+            enough.set()
+
+    async def stream() -> Completion:
+        (future,) = thread.client.submit(request, receive)
+        return await future
+
+    with ThreadPoolExecutor(1) as pool:
+        streaming = pool.submit(thread.run, stream())
+        assert enough.wait(60)
+        engine.update_weights(model(), 1)
+        completion = streaming.result(60)
+    thread.close()
+    assert completion.token_ids == alone.token_ids
+    (first, before), *others = completion.versions
+    assert first == 0 and before >= 9
+    assert others == ([(1, 60 - before)] if before < 60 else [])  # the update may have come after the last token
+
+
+def test_a_thread_waits_without_requests_and_drops_them_when_it_is_closed(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda wait=True: calls.append(1) or step(wait))
+    thread = ClientThread(engine)
+    thread.run(sampled(thread.client, requests_of(0)))
+    before = len(calls)
+    time.sleep(0.05)
+    assert len(calls) == before > 0
+
+    async def leave() -> None:
+        thread.client.submit(Request([1], LONG, seed=0))
+
+    thread.run(leave())
+    thread.close()
+    assert nothing_left(engine)
+
+
+@pytest.mark.slow
+def test_nothing_accumulates_over_thousands_of_requests() -> None:
+    """Requests with streaming, handles, errors, cancellations and weight updates, of several consumers."""
+    engine = engine_for(model(), Mode(max_batch=64))
+    thread, counts, sizes = ClientThread(engine), list[int](), list[list[int]]()
+    client = thread.client
+
+    async def consume(number: int) -> int:
+        failed = 0
+        for turn in range(60):
+            params = SamplingParams(max_new_tokens=1 + turn % 3)
+            prompt = [99] if turn % 7 == 0 else [1, number, turn % 61]
+            request = Request(prompt, params, seed=turn, keep=turn % 4 == 0, stream=turn % 5 == 0)
+            (future,) = client.submit(request)
+            if turn % 6 == 0:
+                future.cancel()
+            try:
+                client.release([(await future).handle])
+            except RequestError:
+                failed += 1
+            except asyncio.CancelledError:
+                pass
+        return failed
+
+    for number in range(20):
+        with ThreadPoolExecutor(3) as pool:
+            assert sum(pool.map(lambda one: thread.run(consume(one)), range(3))) == 3 * 7  # 2 of 9 were cancelled
+        engine.update_weights(model(), engine.info.version + 1)
+        until(lambda: nothing_left(engine))
+        sizes.append([len(engine.outputs.versions.starts), engine.outputs.history.tokens.nbytes])
+        if number in (0, 19):
+            counts.append(objects())
+    thread.close()
+    assert sizes[-1] == sizes[0]
+    assert counts[1] - counts[0] <= 20  # each round has 180 requests
+
+
+def objects() -> int:
+    gc.collect()
+    kinds = (Request, Completion, Finished, Failed, TokenChunk, asyncio.Future)
+    return sum(type(one) in kinds for one in gc.get_objects())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "this never came true"
+        time.sleep(0.001)
