@@ -17,7 +17,7 @@ from torch import Tensor
 
 from assay.engine.base import Engine, EngineLoad, Request
 from assay.engine.dispatch import Dispatcher
-from assay.engine.remote.vllm.worker import shared_buffer, weights_of_buffer
+from assay.engine.remote.server_side import shared_buffer, weights_of_buffer
 from assay.serve.bridge import EngineBridge
 from assay.types import UserError, describe_error
 

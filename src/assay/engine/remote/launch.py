@@ -19,10 +19,9 @@ from typing import ClassVar
 import torch
 
 from assay.config import ServerConfig, SGLangConfig, VLLMConfig
-from assay.endpoint import new_client, opened
+from assay.endpoint import key_of, new_client, opened
 from assay.engine.base import EngineOptions
 from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
-from assay.engine.remote.vllm.access import KEY as KEY
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.process.program import SupervisedProgram, free_port
@@ -45,7 +44,7 @@ class LaunchedServers(ABC):
     def __init__(self, settings: ServerConfig | VLLMConfig | SGLangConfig, options: EngineOptions) -> None:
         self.options, self.count, self.port = options, settings.servers, settings.port
         self.start_timeout_s = settings.start_timeout_s
-        self.key = api_key(settings, self.section) or secrets.token_urlsafe(16)  # the servers accept no other key
+        self.key = key_of(settings.api_key_env, self.section) or secrets.token_urlsafe(16)  # no other is accepted
         folder = nodes_folder()
         self.nodes = EngineNodes(folder) if folder else None
         self.host = "0.0.0.0" if self.nodes else "127.0.0.1"  # address on which servers listen
@@ -145,15 +144,6 @@ class LaunchedServers(ABC):
         for program in self.programs.values():
             program.close()
         self._remove()
-
-
-def api_key(settings: ServerConfig | VLLMConfig | SGLangConfig, section: str) -> str:
-    """The key of servers, from the environment variable that the settings name."""
-    name = settings.api_key_env
-    key = os.environ.get(name, "") if name else ""
-    if name and not key:
-        raise UserError(f"the environment variable {name} ({section}.api_key_env) is not set")
-    return key
 
 
 async def is_healthy(url: str, key: str) -> bool:

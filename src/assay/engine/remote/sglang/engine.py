@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from assay.config import SGLangConfig
+from assay.endpoint import key_of
 from assay.engine.base import Capabilities, EngineOptions, Event
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
-from assay.engine.remote.launch import SaveTokenizer, api_key
+from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.sglang.servers import MARGIN, LaunchedSGLang
@@ -66,7 +67,7 @@ class SGLangEngine(PausableEngine):
         ranks = Ranks(opts.group)
         launched = LaunchedSGLang(self.settings, opts) if not self.settings.urls and ranks.is_main else None
         urls, key = (
-            (self.settings.urls, api_key(self.settings, self.section))
+            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
             if self.settings.urls
             else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
         )
