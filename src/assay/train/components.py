@@ -23,12 +23,13 @@ from assay.config import (
     MeasureConfig,
     ModelConfig,
     PromptConfig,
+    RemoteEngineConfig,
     ServeConfig,
     TaskConfig,
     TrainConfig,
 )
 from assay.engine.base import Engine
-from assay.engine.remote.nodes import ServerSettings, with_engine_nodes
+from assay.engine.remote.nodes import with_engine_nodes
 from assay.engine.remote.openai import OpenAIEngine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
@@ -368,7 +369,7 @@ def backend_settings(cfg: TrainConfig | MeasureConfig | ServeConfig, renderer: R
         return {}
     if isinstance(cfg, ServeConfig):
         raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
-    sections: dict[str, ServerSettings] = {"assay": cfg.server, "vllm": cfg.vllm, "sglang": cfg.sglang}
+    sections: dict[str, RemoteEngineConfig] = {"assay": cfg.server, "vllm": cfg.vllm, "sglang": cfg.sglang}
     return {"settings": with_engine_nodes(sections[cfg.engine.name]), "save_tokenizer": renderer.tokenizer.save}
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from assay.config import ServerConfig, SGLangConfig, VLLMConfig
+from assay.config import InferenceServerConfig, RemoteEngineConfig
 from assay.endpoint import key_of, new_client, opened
 from assay.engine.base import EngineOptions
 from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
@@ -41,7 +41,7 @@ class LaunchedServers(ABC):
     kind: ClassVar[str]  # name of the server in messages
     section: ClassVar[str]  # section of its settings
 
-    def __init__(self, settings: ServerConfig | VLLMConfig | SGLangConfig, options: EngineOptions) -> None:
+    def __init__(self, settings: RemoteEngineConfig, options: EngineOptions) -> None:
         self.options, self.count, self.port = options, settings.servers, settings.port
         self.start_timeout_s = settings.start_timeout_s
         self.key = key_of(settings.api_key_env, self.section) or secrets.token_urlsafe(16)  # no other is accepted
@@ -166,7 +166,7 @@ def plain_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in os.environ if name not in TORCHRUN and not name.startswith(prefixes)}
 
 
-def interpreter(settings: VLLMConfig | SGLangConfig, section: str, kind: str) -> str:
+def interpreter(settings: InferenceServerConfig, section: str, kind: str) -> str:
     """The interpreter that runs the servers. `section`: of the settings, also the name of the package."""
     if not settings.python:
         spec = importlib.util.find_spec(section)
@@ -182,7 +182,7 @@ def interpreter(settings: VLLMConfig | SGLangConfig, section: str, kind: str) ->
     return found
 
 
-def visible_devices(settings: VLLMConfig | SGLangConfig, device: torch.device, index: int) -> dict[str, str]:
+def visible_devices(settings: InferenceServerConfig, device: torch.device, index: int) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of server `index`, if it differs from that of this process."""
     if settings.devices:
         return {"CUDA_VISIBLE_DEVICES": settings.devices[index % len(settings.devices)]}
