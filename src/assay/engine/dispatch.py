@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Self
 
-from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, WeightSource
+from assay.engine.base import (
+    Engine,
+    EngineInfo,
+    EngineLoad,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    TopLogprobs,
+    WeightSource,
+)
 from assay.engine.outputs import handles_of
 from assay.engine.sequence import unknown_handle
 from assay.types import describe_error
@@ -320,7 +330,7 @@ class Dispatcher(Closeable):
         self.engine.abort(ids)  # some may have been added after the engine dropped all its requests
 
 
-class EngineClient(Closeable):
+class EngineClient(Closeable, Engine):
     """The engine interface for one consumer, which receives the events of its own requests only.
 
     `close`, the end of a `with` block and garbage collection drop the client's unfinished requests and kept sequences.
@@ -334,7 +344,7 @@ class EngineClient(Closeable):
         self._finalizer.atexit = False
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> EngineInfo:  # type: ignore[override]
         return self._dispatcher.info
 
     def add(self, request: Request) -> int:
@@ -359,6 +369,14 @@ class EngineClient(Closeable):
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         return self._dispatcher.engine.score(sequences, temperature)
 
+    def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        return self._dispatcher.engine.score_each(sequences)
+
+    def top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
+    ) -> list[TopLogprobs]:
+        return self._dispatcher.engine.top_logprobs(sequences, starts, count, temperature)
+
     def update_weights(self, source: WeightSource, version: int) -> None:
         self._dispatcher.engine.update_weights(source, version)
 
@@ -366,12 +384,18 @@ class EngineClient(Closeable):
         return self._dispatcher.engine.fingerprint()
 
     def digests(self) -> dict[str, str] | None:
-        """None if the engine has no such method."""
-        own = getattr(self._dispatcher.engine, "digests", None)
-        return None if own is None else own()
+        return self._dispatcher.engine.digests()
 
     def reset_prefix_cache(self) -> None:
         self._dispatcher.engine.reset_prefix_cache()
+
+    @property
+    def load(self) -> EngineLoad:
+        """Of the engine, with the requests of all clients."""
+        return self._dispatcher.engine.load
+
+    def server_metrics(self) -> dict[str, float]:
+        return self._dispatcher.engine.server_metrics()
 
     def sleep(self) -> None:
         raise RuntimeError("one of several clients cannot put the engine to sleep: call Dispatcher.sleep")

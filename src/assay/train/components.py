@@ -393,9 +393,10 @@ def custom_backend(path: str) -> Callable[..., Engine]:
             raise
         except Exception as error:
             raise UserError(f"{path} failed to make an engine: {describe_error(error)}") from error
-        missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
-        if missing:
-            raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; see docs/extending.md")
+        names = [name for name in ("info", *vars(Engine)) if not name.startswith("_")]
+        if missing := [name for name in names if not hasattr(engine, name)]:
+            advice = "derive its class from assay.engine.Engine (docs/extending.md)"
+            raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; {advice}")
         return engine
 
     return build

@@ -114,10 +114,10 @@ class AssayEngine(RemoteEngine):
         return served
 
     def _check_served(self, server: Server, served: dict[str, Any]) -> None:
-        dtype = str(self.options.dtype).removeprefix("torch.")
+        info, dtype = self.info, str(self.options.dtype).removeprefix("torch.")
         checks = [
-            ("vocab_size", served["vocab_size"] == self.vocab_size, self.vocab_size, "the model of model.source"),
-            ("max_length", served["max_length"] >= self.info.max_length, self.info.max_length, "--model.max_length"),
+            ("vocab_size", served["vocab_size"] == info.vocab_size, info.vocab_size, "the model of model.source"),
+            ("max_length", served["max_length"] >= info.max_length, info.max_length, "--model.max_length"),
             ("dtype", served["dtype"] == dtype, dtype, f"--engine.dtype {dtype}"),
         ]
         for name, valid, expected, remedy in checks:

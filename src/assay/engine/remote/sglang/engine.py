@@ -124,10 +124,10 @@ class SGLangEngine(PausableEngine):
             size = re.search(r"\[0, (\d+)\)", str(error))
             if size is None:
                 raise
-            if int(size[1]) != self.vocab_size:
+            if int(size[1]) != self.info.vocab_size:
                 raise UserError(
                     f"the SGLang server {server.url} serves another model: its vocabulary has {size[1]} tokens, and "
-                    f"the policy's {self.vocab_size}; start it with the model of model.source"
+                    f"the policy's {self.info.vocab_size}; start it with the model of model.source"
                 ) from None
 
     # -- requests
@@ -220,7 +220,7 @@ class SGLangEngine(PausableEngine):
             answer = await self.post(server, GENERATE, body, tokens=len(ids))
             with self.reading("no log-probabilities of the prompt"):
                 rows = answer["meta_info"]["input_token_logprobs"]
-                clipped = [0 if token == self.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
+                clipped = [0 if token == self.info.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
                 if [row[1] for row in rows] not in (ids, clipped):
                     raise ValueError
                 return [row[0] for row in rows[1:]]

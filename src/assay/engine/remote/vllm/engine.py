@@ -133,7 +133,7 @@ class VLLMEngine(PausableEngine):
         A larger vocabulary is found by the first weight update, whose shapes differ: vLLM 0.24 does not reject tokens
         beyond the vocabulary, and one of them could end the server.
         """
-        body = {"model": self.models[server.url].name, "prompt": [self.vocab_size - 1], "max_tokens": 1}
+        body = {"model": self.models[server.url].name, "prompt": [self.info.vocab_size - 1], "max_tokens": 1}
         try:
             self.call(server, "POST", COMPLETIONS, body, timeout_s=120)
         except ServerUnreachable:
@@ -143,7 +143,7 @@ class VLLMEngine(PausableEngine):
                 raise
             raise UserError(
                 f"the vLLM server {server.url} serves another model: its vocabulary is smaller than the policy's "
-                f"{self.vocab_size} tokens; start it with the model of model.source"
+                f"{self.info.vocab_size} tokens; start it with the model of model.source"
             ) from None
 
     def _prepare(self) -> None:
