@@ -139,6 +139,13 @@ def test_only_the_command_line_imports_the_training_loop_and_itself() -> None:
             assert not name.startswith("assay.train.loop"), file
 
 
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_server_backend_is_imported_by_nothing_but_make_engine(backend: str) -> None:
+    others = [file for file in FILES if backend not in file.parts]
+    found = [file for file in others if any(n.startswith(f"assay.engine.remote.{backend}") for n in imports(file))]
+    assert found == [SOURCE / "engine" / "__init__.py"]
+
+
 @pytest.mark.parametrize(
     "file", [f for f in FILES if package_of(f) in NO_TORCH], ids=lambda f: str(f.relative_to(SOURCE))
 )

@@ -12,6 +12,7 @@ from event_parts import GPU_LIKE, build, policy
 from native_parts import Mode, words
 
 from assay.engine import Engine, Event, Failed, Finished, Request, TokenChunk, WeightSource
+from assay.engine.base import EngineLoad
 from assay.engine.check import CHECKS, Probe, check_engine, problems
 from assay.types import UserError
 
@@ -172,6 +173,21 @@ class FailsAfterSleep(Broken):
         raise RuntimeError("sleeps\nforever")
 
 
+class HasOtherDigests(Broken):
+    def digests(self) -> dict[str, str]:
+        return self.engine.digests() | {"extra": "0"}
+
+
+class IsNeverIdle(Broken):
+    load = EngineLoad(running=0, waiting=1)
+
+
+class HasAServerWithOtherWeights(Broken):
+    def score_each(self, sequences: Any) -> dict[str, list[list[float]]]:
+        scores = self.engine.score(sequences)
+        return {"one": scores, "two": [[value - 1 for value in own] for own in scores]}
+
+
 FINDINGS: dict[Callable[[], Broken], str] = {
     LosesASample: "requests and samples: step(wait=True) returned nothing although a request was unfinished",
     LosesErrors: "invalid requests: step(wait=True) returned nothing",
@@ -201,6 +217,9 @@ FINDINGS: dict[Callable[[], Broken], str] = {
     KeepsTheVersion: "weight updates: info.version is not that of the last update",
     HasNoFingerprint: "fingerprints: fingerprint() is None, and the capability is True",
     HasAConstantFingerprint: "fingerprints: the fingerprint is not the policy's",
+    HasOtherDigests: "fingerprints: digests() returns other weights than the policy's",
+    IsNeverIdle: "load of an idle engine: load counts requests although all are finished",
+    HasAServerWithOtherWeights: "scores of each server: score_each of the server 'two' differs from score",
     OverstatesItsLength: "lengths: a valid request failed",
     DeniesUpdates: "updates while requests run: update_weights while a request is running is not refused",
     ScoresAtTemperature1: "log probabilities: engine_logprobs and score differ at temperature 8",

@@ -24,7 +24,7 @@ from torch import Tensor
 from assay.bench import RunProgress
 from assay.bench.results import summarize
 from assay.bench.workload import Options, Workload, command_options
-from assay.engine import Engine, Failed, Request, generate, make_engine
+from assay.engine import Engine, Failed, NativeEngine, Request, generate, make_engine
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
 from assay.models.logprobs import token_logprobs
@@ -50,7 +50,7 @@ class EngineBenchmark:
     def run(self) -> list[Request]:
         """Generate once. Returns the requests, so that another system can be timed on the same ones."""
         self.requests = self.work.make_requests(self.model.vocab_size, len(self.speeds))
-        if hasattr(self.engine, "reset_stats"):
+        if isinstance(self.engine, NativeEngine):
             self.engine.reset_stats()
         self.progress.run = len(self.speeds)
         serve = partial(generate, self.engine, report=self._report)
@@ -160,8 +160,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def stats_of(engine: Engine) -> dict[str, Any]:
-    stats = getattr(engine, "stats", None)
-    return {name: getattr(stats, name) for name in STATS if hasattr(stats, name)}
+    return {name: getattr(engine.stats, name) for name in STATS} if isinstance(engine, NativeEngine) else {}
 
 
 # Agreement with the trainer

@@ -74,7 +74,7 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) ->
         if not has_chat:
             console.note("the model has no chat template: /v1/chat/completions is not available")
     if cfg.http.frontends < 0:
-        cfg.http.frontends = default_frontends(str(getattr(engine, "device", "")))
+        cfg.http.frontends = default_frontends(str(engine.info.device))
     name = cfg.http.name or model
     serve(engine, Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note), listener)
 

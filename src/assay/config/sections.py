@@ -512,105 +512,77 @@ class OpenAIConfig(EndpointConfig):
     """send a seed with every request; endpoints may ignore or reject it"""
 
 
-class VLLMConfig(Section):
-    """vLLM servers, for engine.name = "vllm"."""
+class RemoteEngineConfig(Section):
+    """Servers of an engine: running ones, or servers that the run starts."""
 
     urls: Annotated[list[str], Resource.HOST] = Field(default_factory=list)
     """running servers, e.g. ["http://127.0.0.1:8000"]; empty: start servers on this host and stop them at the end"""
     servers: Positive = 1
     """number of servers to start"""
-    python: Annotated[str, Resource.PROGRAM] = ""
-    """Python interpreter of an environment with vLLM, to start servers; empty: the current one"""
-    args: Annotated[list[str], Resource.PROGRAM] = Field(default_factory=list)
-    """more arguments of the servers to start, e.g. ["--tensor-parallel-size", "2"]"""
     devices: list[str] = Field(default_factory=list)
     """CUDA_VISIBLE_DEVICES of each server to start, e.g. ["1", "2,3"]; empty: the trainer's GPU"""
-    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """fraction of GPU memory of each server to start, for its weights and its KV cache"""
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """port of the first server to start; the next ones follow; 0: any free port"""
     start_timeout_s: Above0 = 600.0
     """time limit in seconds for the start of a server"""
-    model: str = ""
-    """name of the policy on the servers in urls; empty: the first model that they list"""
     api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls"""
     timeout_s: NonNegative = 0.0
     """time limit in seconds for the whole answer to a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
-    seeds: bool = True
-    """send a seed with every sample; false: faster on GPUs, where vLLM draws the noise of seeded samples one by one"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
     """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
     folder: FilePath = ""
     """folder for weights that trainer and servers share; empty: a temporary one on this host"""
+
+
+class ServerConfig(RemoteEngineConfig):
+    """`assay serve` processes, for engine.name = "assay"."""
+
+    devices: list[str] = Field(default_factory=list)
+    """device of each server to start, e.g. ["cuda:1", "cuda:2"]; empty: the trainer's device"""
+    start_timeout_s: Above0 = 300.0
+    """time limit in seconds for the start of a server"""
+    timeout_s: NonNegative = 0.0
+    """time limit in seconds for the whole answer to a request, or for each sample of a request; 0: none"""
+    transport: Literal["auto", "folder", "ipc"] = "auto"
+    """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
+
+
+class InferenceServerConfig(RemoteEngineConfig):
+    """Servers of another package, such as vLLM, which may have an environment of its own."""
+
+    python: Annotated[str, Resource.PROGRAM] = ""
+    """Python interpreter of an environment with the servers' package, to start servers; empty: the current one"""
+    args: Annotated[list[str], Resource.PROGRAM] = Field(default_factory=list)
+    """more arguments of the servers to start, e.g. ["--tensor-parallel-size", "2"]"""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """fraction of GPU memory of each server to start, for its weights and its KV cache"""
     nccl_host: Host = "127.0.0.1"
     """address of the trainer's host, as seen by the servers, for the transport nccl"""
+
+
+class VLLMConfig(InferenceServerConfig):
+    """vLLM servers, for engine.name = "vllm"."""
+
+    model: str = ""
+    """name of the policy on the servers in urls; empty: the first model that they list"""
+    seeds: bool = True
+    """send a seed with every sample; false: faster on GPUs, where vLLM draws the noise of seeded samples one by one"""
     sleep_level: Literal[1, 2] = 1
     """for engine.sleep_while_training. 1: move weights to CPU memory; 2: drop them, until the next weight update"""
 
 
-class SGLangConfig(Section):
+class SGLangConfig(InferenceServerConfig):
     """SGLang servers, for engine.name = "sglang"."""
 
-    urls: Annotated[list[str], Resource.HOST] = Field(default_factory=list)
-    """running servers, e.g. ["http://127.0.0.1:30000"]; empty: start servers on this host and stop them at the end"""
-    servers: Positive = 1
-    """number of servers to start"""
-    python: Annotated[str, Resource.PROGRAM] = ""
-    """Python interpreter of an environment with SGLang, to start servers; empty: the current one"""
-    args: Annotated[list[str], Resource.PROGRAM] = Field(default_factory=list)
-    """more arguments of the servers to start, e.g. ["--tp-size", "2"]"""
-    devices: list[str] = Field(default_factory=list)
-    """CUDA_VISIBLE_DEVICES of each server to start, e.g. ["1", "2,3"]; empty: the trainer's GPU"""
-    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """fraction of GPU memory of each server to start, for its weights and its KV cache"""
-    port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """port of the first server to start; the next ones follow; 0: any free port"""
-    start_timeout_s: Above0 = 600.0
-    """time limit in seconds for the start of a server"""
     api_key_env: Variable = ""
     """environment variable with the API key of the servers in urls (their --admin-api-key, if they have one)"""
-    timeout_s: NonNegative = 0.0
-    """time limit in seconds for the whole answer to a request; 0: none"""
-    health_timeout_s: NonNegative = 60.0
-    """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
     deterministic: bool = False
     """start servers with deterministic inference, in which seeds have an effect; slower"""
-    transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
-    """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
-    folder: FilePath = ""
-    """folder for weights that trainer and servers share; empty: a temporary one on this host"""
-    nccl_host: Host = "127.0.0.1"
-    """address of the trainer's host, as seen by the servers, for the transport nccl"""
     keep_weights: bool = True
     """for engine.sleep_while_training: keep a copy in CPU memory; false: drop weights until the next weight update"""
-
-
-class ServerConfig(Section):
-    """`assay serve` processes, for engine.name = "assay"."""
-
-    urls: Annotated[list[str], Resource.HOST] = Field(default_factory=list)
-    """running servers, e.g. ["http://127.0.0.1:8000"]; empty: start servers on this host and stop them at the end"""
-    servers: Positive = 1
-    """number of servers to start"""
-    devices: list[str] = Field(default_factory=list)
-    """device of each server to start, e.g. ["cuda:1", "cuda:2"]; empty: the trainer's device"""
-    port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """port of the first server to start; the next ones follow; 0: any free port"""
-    start_timeout_s: Above0 = 300.0
-    """time limit in seconds for the start of a server"""
-    api_key_env: Variable = ""
-    """environment variable with the API key of the servers in urls"""
-    timeout_s: NonNegative = 0.0
-    """time limit in seconds for the whole answer to a request, or for each sample of a request; 0: none"""
-    health_timeout_s: NonNegative = 60.0
-    """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
-    transport: Literal["auto", "folder", "ipc"] = "auto"
-    """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
-    folder: FilePath = ""
-    """folder for weights that trainer and servers share; empty: a temporary one on this host"""
 
 
 class TrainConfig(Section):

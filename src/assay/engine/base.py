@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from asyncio import Future
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from assay.models.parallel import TPShard
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text
+TopLogprobs = list[list[tuple[int, float]]]  # per position: tokens with their log-probabilities, most likely first
 UNKNOWN_LENGTH = 2**40  # `EngineInfo.max_length` of an engine that does not know the length of its context
+CPU = torch.device("cpu")
 KvOnUpdate = Literal["recompute", "keep"]
 MAX_BATCH = {"cpu": 256, "cuda": 1024}  # default number of sequences that are decoded concurrently
 
@@ -135,11 +138,13 @@ class EngineInfo:
     max_batch: int  # maximum number of sequences decoded concurrently
     dtype: torch.dtype  # of the served weights
     capabilities: Capabilities
+    vocab_size: int = 0  # 0: unknown
+    device: torch.device = CPU  # that the weights are on, if they are in this process
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine is working on. Engines in this process report it as `load`; it may be read at any time."""
+    """What an engine is working on."""
 
     running: int  # sequences that are being decoded
     waiting: int  # requests that wait for memory or a free row
@@ -203,14 +208,19 @@ def copy_weights(
 
 
 class Engine(Protocol):
-    """One thread calls `step`. Other methods may be called from any thread and take effect between two steps."""
+    """Base class of engines. A backend need not implement the methods that have a default.
 
-    @property
-    def info(self) -> EngineInfo: ...
+    One thread calls `step`. Other methods may be called from any thread and take effect between two steps.
+    """
 
+    info: EngineInfo
+    on_tokens: Callable[[int], None] | None = None  # called between two iterations of `step`; see `SampleCounter`
+
+    @abstractmethod
     def add(self, request: Request) -> int:
         """Queue a request and return its id, without waiting. An invalid request yields a `Failed` event."""
 
+    @abstractmethod
     def step(self, wait: bool = True) -> list[Event]:
         """Advance all requests and return new events.
 
@@ -218,18 +228,14 @@ class Engine(Protocol):
         Without, return after one iteration, with or without events.
         """
 
+    @abstractmethod
     def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
         """Drop requests, or single samples given as (request id, sample). No event follows for them.
 
         Ids of finished or unknown requests are ignored.
         """
 
-    def release(self, handles: Iterable[int]) -> None:
-        """Free kept sequences that will not be continued. Unknown handles are ignored."""
-
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """For each sequence, the log-probability of every token but the first, given the tokens before it."""
-
+    @abstractmethod
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Copy new weights into the engine; cached prefixes of earlier weights are not used any more.
 
@@ -237,20 +243,56 @@ class Engine(Protocol):
         running. If the source raises, the version does not change, but some weights may be new: update again.
         """
 
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources. The engine cannot be used afterwards."""
+
+    def release(self, handles: Iterable[int]) -> None:
+        """Free kept sequences that will not be continued. Unknown handles are ignored."""
+        return
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """For each sequence, the log-probability of every token but the first, given the tokens before it."""
+        raise UserError("this engine does not compute log-probabilities of given tokens (capability score)")
+
+    def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        """`score` of each server, by URL. An engine without servers has one entry, whose name is empty."""
+        return {"": self.score(sequences)}
+
+    def top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
+    ) -> list[TopLogprobs]:
+        """For each token from position `starts[i]` (at least 1) of a sequence: the `count` most likely tokens there."""
+        raise UserError("this engine reports no probabilities of other tokens: leave out top_logprobs")
+
     def fingerprint(self) -> str | None:
         """Digest of the served weights, over canonical names in the engine's dtype; None if not supported."""
+        return None
+
+    def digests(self) -> dict[str, str] | None:
+        """Digest of each served weight by its canonical name (`assay.models.base.digests`); None if not supported."""
+        return None
 
     def sleep(self) -> None:
         """Release memory that only generation needs. No request may be running."""
+        return
 
     def wake(self) -> None:
         """Allocate that memory again. A `step` with requests does it automatically."""
+        return
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes, so that later results do not depend on earlier requests."""
+        return
 
-    def close(self) -> None:
-        """Release all resources. The engine cannot be used afterwards."""
+    @property
+    def load(self) -> EngineLoad:
+        """May be read at any time, also during a step."""
+        return EngineLoad(running=0, waiting=0)
+
+    def server_metrics(self) -> dict[str, float]:
+        """Metrics of the servers, which a training run logs at each step; empty if there are none."""
+        return {}
 
 
 class RequestError(UserError):
@@ -268,8 +310,8 @@ CountReport = Callable[[int, int], None]  # number of finished samples, number o
 class SampleCounter:
     """Counts finished samples and sampled tokens, and reports both, also while no sample finishes.
 
-    An engine with an attribute `on_tokens` calls it between two iterations of `step` with its number of sampled tokens.
-    The tokens of other engines are counted when their samples finish.
+    Engines in this process call `on_tokens` between two iterations of `step` with their number of sampled tokens. The
+    tokens of other engines are counted when their samples finish.
     """
 
     def __init__(self, report: CountReport | None) -> None:
@@ -281,14 +323,13 @@ class SampleCounter:
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
         """Receive the token counts of `engine` until the block ends."""
-        watched = self.report is not None and hasattr(engine, "on_tokens")
-        if watched:
-            engine.on_tokens = self._on_tokens  # type: ignore[attr-defined]
+        if self.report is not None:
+            engine.on_tokens = self._on_tokens
         try:
             yield
         finally:
-            if watched:
-                engine.on_tokens = None  # type: ignore[attr-defined]
+            if self.report is not None:
+                engine.on_tokens = None
 
     def add(self, completion: Completion, finished: int = 1) -> None:
         """Count a completion; `finished`: 0 for a turn that does not end its sample."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from assay.engine.base import Decode, Engine, Event, Failed, Finished, Request, SamplingParams, TokenChunk
-from assay.models.base import PolicyModel, fingerprint
+from assay.models.base import PolicyModel, digests, fingerprint
 from assay.types import Completion, Finish, UserError
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
@@ -463,6 +463,8 @@ def fingerprints(probe: Probe) -> None:
     if probe.policy is None or not declared:
         return
     require(served == fingerprint(probe.policy.weights(), engine.info.dtype), "the fingerprint is not the policy's")
+    equal = engine.digests() in (None, digests(probe.policy.weights(), engine.info.dtype))
+    require(equal, "digests() returns other weights than the policy's")
     engine.update_weights(ScaledWeights(probe.policy), engine.info.version + 1)
     changed = engine.fingerprint()
     engine.update_weights(probe.policy, engine.info.version + 1)
@@ -477,6 +479,20 @@ def sleep_and_cache(probe: Probe) -> None:
     engine.wake()
     engine.reset_prefix_cache()
     require(probe.tokens(probe.request()) == expected, "tokens change after sleep, wake and reset_prefix_cache")
+
+
+def load_of_an_idle_engine(probe: Probe) -> None:
+    probe.serve(probe.request())
+    load = probe.engine.load
+    require(load.running == load.waiting == 0, f"load counts requests although all are finished: {load}")
+
+
+def scores_of_each_server(probe: Probe) -> None:
+    if probe.engine.info.capabilities.score:
+        sequences = [[*probe.prompt, *probe.prompt[:1]]]
+        (expected,) = probe.engine.score(sequences)
+        for name, (scores,) in probe.engine.score_each(sequences).items():
+            require(probe.close(scores, expected), f"score_each of the server '{name}' differs from score")
 
 
 def calls_from_another_thread(probe: Probe) -> None:
@@ -501,5 +517,5 @@ def calls_from_another_thread(probe: Probe) -> None:
 CHECKS: tuple[Check, ...] = (
     *(requests_and_samples, invalid_requests, lengths, stop_and_forbidden_tokens, stop_strings, sampling, exact_seeds),
     *(log_probabilities, entropy_and_kept_mass, streaming, abort, handles, weight_updates, updates_while_requests_run),
-    *(fingerprints, sleep_and_cache, calls_from_another_thread),
+    *(fingerprints, sleep_and_cache, load_of_an_idle_engine, scores_of_each_server, calls_from_another_thread),
 )

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, WeightSource, copy_weights
+from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, TopLogprobs, WeightSource, copy_weights
 from assay.engine.local import LocalEngine
 from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import Rows, StepOutput
-from assay.engine.sampler import TopLogprobs, target_logprobs, top_logprobs
+from assay.engine.sampler import target_logprobs, top_logprobs
 from assay.engine.sequence import Column, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
 from assay.types import UserError
@@ -39,10 +39,9 @@ class HFEngine(LocalEngine):
         self.device = torch.device(opts.device)
         self.model = own_copy(model, self.device, opts.dtype)
         self.hf: Any = self.model.hf
-        self.vocab_size = self.model.vocab_size
         max_length = min(model.max_length, opts.max_length or model.max_length)
         able = replace(ALL_CAPABILITIES, inflight_updates=False)
-        self.info = EngineInfo(0, max_length, opts.max_batch, opts.dtype, able)
+        self.info = EngineInfo(0, max_length, opts.max_batch, opts.dtype, able, model.vocab_size, self.device)
         accepted = inspect.signature(self.hf.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from assay.engine.base import EngineInfo, EngineLoad, Event, Request, WeightSource
+from assay.engine.base import Engine, EngineLoad, Event, Request, TopLogprobs, WeightSource
 from assay.engine.outputs import OutputProcessor, handles_of
-from assay.engine.sampler import TopLogprobs
 from assay.engine.sequence import Job, RowState, Sample, check_scored, job_for, unknown_handle
 from assay.models.base import digests, fingerprint
 from assay.types import UserError
@@ -80,21 +79,18 @@ class StepBoundary:
                 self.lock.release()
 
 
-class LocalEngine(ABC):
+class LocalEngine(Engine):
     """Implements the methods of `Engine` on top of one iteration, `_iterate`, and a few methods for its parts.
 
     Methods whose name begins with an underscore run between two steps or within one, in one thread at a time.
     """
 
-    info: EngineInfo
     outputs: OutputProcessor
-    vocab_size: int
 
     def __init__(self) -> None:
         self.incoming: deque[tuple[int, Request]] = deque()  # requests that are not accepted yet
         self.next_id = count()
         self.boundary = StepBoundary()
-        self.on_tokens: Callable[[int], None] | None = None  # called between two iterations; see `SampleCounter`
 
     # -- the interface
 
@@ -130,15 +126,14 @@ class LocalEngine(ABC):
         self.boundary.post(lambda: self._release(handles))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.vocab_size)
+        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
         return self.boundary.call(lambda: self._score(sequences, temperature))
 
     def top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
     ) -> list[TopLogprobs]:
-        """For each token from position `starts[i]` (at least 1) of a sequence: the `count` most likely tokens there."""
-        check_scored(sequences, temperature, self.info.max_length, self.vocab_size)
-        count = min(count, self.vocab_size)
+        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
+        count = min(count, self.info.vocab_size)
         return self.boundary.call(lambda: self._top_logprobs(sequences, starts, count, temperature))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -148,7 +143,6 @@ class LocalEngine(ABC):
         return self.boundary.call(lambda: fingerprint(self._weights()))
 
     def digests(self) -> dict[str, str]:
-        """For each served weight a text of its name, shape, dtype and a hash of its bits."""
         return self.boundary.call(lambda: digests(self._weights()))
 
     def sleep(self) -> None:
@@ -214,20 +208,20 @@ class LocalEngine(ABC):
     @abstractmethod
     def _close(self) -> None: ...
 
-    def _begin_step(self) -> None:  # noqa: B027
+    def _begin_step(self) -> None:
         """Called at the beginning of a step, before requests are accepted."""
 
-    def _end_step(self) -> None:  # noqa: B027
+    def _end_step(self) -> None:
         """Called at the end of a step."""
 
     def _sleep(self) -> None:
         if self.unfinished or self.incoming:
             raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
 
-    def _wake(self) -> None:  # noqa: B027
+    def _wake(self) -> None:
         """Only for engines whose `_sleep` releases memory."""
 
-    def _reset_prefix_cache(self) -> None:  # noqa: B027
+    def _reset_prefix_cache(self) -> None:
         """Only for engines with a prefix cache."""
 
     # -- shared by the engines
@@ -243,7 +237,7 @@ class LocalEngine(ABC):
                 request_id,
                 before,
                 max_length=self.info.max_length,
-                vocabulary=self.vocab_size,
+                vocabulary=self.info.vocab_size,
                 can_decode=self.outputs.stopping is not None,
             )
         except UserError as error:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from assay.engine.base import TopLogprobs
 from assay.engine.sequence import STOP_SLOTS, Column, Modes, RowState
 
 BLOCK = 256  # tokens whose probabilities are summed first
@@ -92,9 +93,6 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
     """Log-probabilities of target tokens [N] from logits [N, V], in float32 at least."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return scaled.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
-TopLogprobs = list[list[tuple[int, float]]]  # per position: tokens with their log-probabilities, most likely first
 
 
 def top_logprobs(logits: Tensor, count: int, temperature: float) -> TopLogprobs:

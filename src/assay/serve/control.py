@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import Engine, EngineLoad, Request
-from assay.engine.remote.vllm.worker import shared_buffer, weights_of_buffer
+from assay.engine.base import Engine, EngineLoad, Request, TopLogprobs
+from assay.engine.remote.server_side import shared_buffer, weights_of_buffer
 from assay.serve.bridge import EngineBridge
 from assay.serve.engine_thread import EngineThread
 from assay.types import UserError, describe_error
@@ -52,7 +52,7 @@ class ChunkedUpdate:
     """A weight update that arrives in chunks of GPU memory of another process, as a `WeightSource`."""
 
     def __init__(self, engine: Engine, version: int) -> None:
-        self.version, self._device = version, torch.device(getattr(engine, "device", "cuda"))
+        self.version, self._device = version, engine.info.device
         self._chunks: queue.SimpleQueue[tuple[dict[str, Any], Future[None]] | None] = queue.SimpleQueue()
         self._done: Future[None] = Future()
         threading.Thread(target=self._run, args=(engine,), name="weight-update", daemon=True).start()
@@ -107,7 +107,7 @@ class EngineControl:
         return self.thread.engine
 
     def load(self) -> EngineLoad:
-        return getattr(self.engine, "load", EngineLoad(0, 0))
+        return self.engine.load
 
     def version(self) -> int:
         return self.engine.info.version
@@ -115,11 +115,9 @@ class EngineControl:
     def info(self) -> dict[str, Any]:
         info = self.engine.info
         capabilities = asdict(info.capabilities) | {"handles": False}
-        sizes = {"max_length": info.max_length, "max_batch": info.max_batch}
-        sizes["vocab_size"] = getattr(self.engine, "vocab_size", 0)
+        sizes = {"max_length": info.max_length, "max_batch": info.max_batch, "vocab_size": info.vocab_size}
         dtype = str(info.dtype).removeprefix("torch.")
-        device = torch.device(getattr(self.engine, "device", "cpu"))
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        gpu = str(torch.cuda.get_device_properties(info.device).uuid) if info.device.type == "cuda" else ""
         return {"version": info.version, **sizes, "dtype": dtype, "gpu": gpu, "capabilities": capabilities}
 
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
@@ -127,12 +125,8 @@ class EngineControl:
 
     def top_logprobs(
         self, sequences: list[list[int]], starts: list[int], count: int, temperature: float
-    ) -> list[list[list[tuple[int, float]]]]:
-        """Of engines that have this optional method."""
-        method = getattr(self.engine, "top_logprobs", None)
-        if method is None:
-            raise UserError("this engine reports no probabilities of other tokens: leave out top_logprobs")
-        return method(sequences, starts, count, temperature)
+    ) -> list[TopLogprobs]:
+        return self.engine.top_logprobs(sequences, starts, count, temperature)
 
     def update_weights(self, source: dict[str, Any], version: int) -> None:
         """`source`: a folder, or one chunk of weights in GPU memory; without either, the chunks are complete."""
@@ -140,7 +134,7 @@ class EngineControl:
             if source["transport"] == "folder":
                 self.engine.update_weights(FolderWeights(source["path"]), version)
                 return
-            if torch.device(getattr(self.engine, "device", "cpu")).type != "cuda":
+            if self.engine.info.device.type != "cuda":
                 raise UserError("the server's engine is not on a GPU: use the transport 'folder'")
             update = self._chunked
             if update is None or update.version != version:
@@ -157,8 +151,7 @@ class EngineControl:
         return self.engine.fingerprint()
 
     def digests(self) -> dict[str, str] | None:
-        method = getattr(self.engine, "digests", None)
-        return None if method is None else method()
+        return self.engine.digests()
 
     def sleep(self) -> None:
         self.engine.sleep()

@@ -23,12 +23,13 @@ from assay.config import (
     MeasureConfig,
     ModelConfig,
     PromptConfig,
+    RemoteEngineConfig,
     ServeConfig,
     TaskConfig,
     TrainConfig,
 )
 from assay.engine.base import Engine
-from assay.engine.remote.nodes import ServerSettings, with_engine_nodes
+from assay.engine.remote.nodes import with_engine_nodes
 from assay.engine.remote.openai import OpenAIEngine
 from assay.envs import Env, TaskEnv, make_env
 from assay.mesh import Mesh
@@ -368,7 +369,7 @@ def backend_settings(cfg: TrainConfig | MeasureConfig | ServeConfig, renderer: R
         return {}
     if isinstance(cfg, ServeConfig):
         raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
-    sections: dict[str, ServerSettings] = {"assay": cfg.server, "vllm": cfg.vllm, "sglang": cfg.sglang}
+    sections: dict[str, RemoteEngineConfig] = {"assay": cfg.server, "vllm": cfg.vllm, "sglang": cfg.sglang}
     return {"settings": with_engine_nodes(sections[cfg.engine.name]), "save_tokenizer": renderer.tokenizer.save}
 
 
@@ -392,9 +393,10 @@ def custom_backend(path: str) -> Callable[..., Engine]:
             raise
         except Exception as error:
             raise UserError(f"{path} failed to make an engine: {describe_error(error)}") from error
-        missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
-        if missing:
-            raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; see docs/extending.md")
+        names = [name for name in ("info", *vars(Engine)) if not name.startswith("_")]
+        if missing := [name for name in names if not hasattr(engine, name)]:
+            advice = "derive its class from assay.engine.Engine (docs/extending.md)"
+            raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; {advice}")
         return engine
 
     return build

@@ -139,8 +139,7 @@ class TrainingRun:
         """Copy the policy's weights to the engine, and verify the copy."""
         started = time.perf_counter()
         metrics = self.weight_sync.sync(self.state.step)
-        servers: dict[str, float] = getattr(self.weight_sync.engine, "server_metrics", dict)()
-        return metrics | servers | {"time/sync": time.perf_counter() - started}
+        return metrics | self.weight_sync.engine.server_metrics() | {"time/sync": time.perf_counter() - started}
 
     def record(self, sampled: SampledGroups, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """End a step that sampled `sampled` and trained on `batch`: write files; evaluate and save when due."""

@@ -57,18 +57,12 @@ def compare_fingerprints(policy: PolicyModel, engine: Engine, version: int, mesh
     expected = fingerprint(policy.weights(), engine.info.dtype)
     if mesh.any(expected != served):
         ours = digests(policy.weights(), engine.info.dtype)
-        theirs = served_digests(engine)
+        theirs = engine.digests()
         problem = f"fingerprints {served[:12]} and {expected[:12]}" if expected != served else ""
         if problem and theirs is not None:
             problem = f"{differing_weights(ours, theirs)} ({problem})"
         raise_together(problem, version, mesh)
     return served
-
-
-def served_digests(engine: Engine) -> dict[str, str] | None:
-    """Digests of the served weights by name, from the engine's optional method `digests`; None if it has none."""
-    method = getattr(engine, "digests", None)
-    return None if method is None else method()
 
 
 def differing_weights(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -207,10 +201,9 @@ def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.n
 
 
 def engine_scores(engine: Engine, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """The same of the engine, or of each of its servers by name, if it has the optional method `score_each`."""
-    each = getattr(engine, "score_each", None)
-    scores: dict[str, list[list[float]]] = {"": engine.score(sequences)} if each is None else each(sequences)
-    return {name: np.concatenate([np.array(one, dtype=float) for one in own]) for name, own in scores.items()}
+    """The same of the engine, or of each of its servers, by name."""
+    scores = engine.score_each(sequences).items()
+    return {name: np.concatenate([np.array(one, dtype=float) for one in own]) for name, own in scores}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from engine_parts import small_decoder, small_spec
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import LaunchedServers, api_key, plain_environment
+from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())
@@ -104,11 +104,3 @@ def test_the_environment_is_without_the_variables_of_torchrun(monkeypatch: pytes
     environment = plain_environment()
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(environment)
     assert environment["PATH"] == os.environ["PATH"]
-
-
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api_key(ServerConfig(), "server") == ""
-    with pytest.raises(UserError, match=r"the environment variable NOT_SET \(server.api_key_env\) is not set"):
-        api_key(ServerConfig(api_key_env="NOT_SET"), "server")
-    monkeypatch.setenv("TEST_KEY", "secret")
-    assert api_key(ServerConfig(api_key_env="TEST_KEY"), "server") == "secret"

@@ -10,7 +10,8 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from assay.engine.remote.vllm.access import KEY, KeyCheck
+from assay.engine.remote.server_side import KEY
+from assay.engine.remote.vllm.access import KeyCheck
 
 
 async def load_weights(request: object) -> PlainTextResponse:

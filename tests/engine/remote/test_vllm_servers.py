@@ -13,7 +13,8 @@ from engine_parts import small_decoder, small_spec
 
 from assay.config import VLLMConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.vllm.access import KEY, KeyCheck
+from assay.engine.remote.server_side import KEY
+from assay.engine.remote.vllm.access import KeyCheck
 from assay.engine.remote.vllm.servers import LaunchedVLLM
 from assay.types import UserError
 

@@ -1,4 +1,4 @@
-"""The extension of vLLM's worker, without vLLM: staging, reading weights, names of fused layers."""
+"""The extension of vLLM's worker, without vLLM: staging, names of fused layers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from engine_parts import small_decoder, small_spec
 from torch import nn
 
-from assay.engine.remote.transport import FolderTransport, IpcTransport
-from assay.engine.remote.vllm.worker import stage, unfused, weights_of_buffer, weights_of_folder
-from assay.models.fingerprint import digests
+from assay.engine.remote.vllm.worker import stage, unfused
 
 WORKER = "assay.engine.remote.vllm.worker"
 POLICY = small_decoder(small_spec("qwen2"))
@@ -33,25 +30,11 @@ def test_staged_modules_can_be_imported_without_the_rest_of_the_package(tmp_path
     code = (
         f"import sys; from {WORKER} import AssayWorker, EXTENSION; import assay; print(EXTENSION); "
         f"assert not [m for m in sys.modules if m.startswith('assay.') and not '{WORKER}'.startswith(m) "
-        "and m not in ('assay.models', 'assay.models.fingerprint')]; print(assay.__path__[0])"
+        "and m not in ('assay.models', 'assay.models.fingerprint', 'assay.engine.remote.server_side')]; "
+        "print(assay.__path__[0])"
     )
     shown = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True)
     assert shown.stdout.decode().split() == [f"{WORKER}.AssayWorker", str(tmp_path / "assay")]
-
-
-def test_weights_of_a_folder_are_those_that_were_written(tmp_path: Path) -> None:
-    with FolderTransport(tmp_path).written(POLICY.weights(), 0) as folder:
-        assert digests(weights_of_folder(folder)) == digests(POLICY.weights())
-    with pytest.raises(FileNotFoundError, match="do trainer and server share this folder"):
-        next(weights_of_folder(tmp_path))
-
-
-@pytest.mark.parametrize("chunk_bytes", [256, 10_000, 10**7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_of_a_buffer_hold_all_weights(chunk_bytes: int, dtype: torch.dtype) -> None:
-    chunks = IpcTransport(torch.device("cpu"), dtype, chunk_bytes).chunks(POLICY.weights())
-    received = dict(pair for buffer, layout in chunks for pair in weights_of_buffer(buffer, layout))
-    assert digests(received.items()) == digests(POLICY.weights(), dtype)
 
 
 def test_fused_layers_are_split_and_padding_is_removed() -> None:

@@ -16,6 +16,7 @@ from assay.engine.base import (
     EngineLoad,
     EngineOptions,
     Request,
+    TopLogprobs,
     WeightSource,
     copy_weights,
 )
@@ -27,7 +28,6 @@ from assay.engine.native.runner import GraphRunner, Runner
 from assay.engine.native.scheduler import Lockstep, Plan, Scheduler, min_over_ranks
 from assay.engine.outputs import OutputProcessor
 from assay.engine.rows import LOG_STEPS, Rows, StepOutput
-from assay.engine.sampler import TopLogprobs
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
 from assay.models.decoder import rope_tables
 from assay.models.device import uses_triton
@@ -47,10 +47,9 @@ class NativeEngine(LocalEngine):
         dtype, max_batch = opts.dtype, opts.max_batch
         max_length = min(spec.max_length, opts.max_length or spec.max_length)
         self.device, self.kv_on_update = torch.device(opts.device), opts.kv_on_update
-        self.vocab_size = spec.vocab_size
         self.group = opts.group if opts.group is not None and opts.group.size() > 1 else None
         shard = None if self.group is None else TPShard(spec, self.group)
-        spec = spec if shard is None else shard.spec
+        vocabulary, spec = spec.vocab_size, spec if shard is None else shard.spec
         ops = make_operations(spec, max_length, self.device, dtype)
         self.network = FusedDecoder(spec, ops, self.device, dtype, shard)
         total = cache_blocks(spec, max_batch, max_length, self.device, dtype, opts.memory)
@@ -58,7 +57,7 @@ class NativeEngine(LocalEngine):
             (total,) = min_over_ranks([total], self.group)
         # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
         max_length = min(max_length, total * BLOCK_SIZE + 1)
-        self.info = EngineInfo(-1, max_length, max_batch, dtype, ALL_CAPABILITIES)
+        self.info = EngineInfo(-1, max_length, max_batch, dtype, ALL_CAPABILITIES, vocabulary, self.device)
         self.blocks = Blocks(total, BLOCK_SIZE)
         chunk = opts.prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)

@@ -32,10 +32,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assay.engine.base import EngineInfo, Event, Request, SamplingParams, WeightSource
+from assay.engine.base import (
+    Engine,
+    EngineInfo,
+    EngineLoad,
+    Event,
+    Request,
+    SamplingParams,
+    TopLogprobs,
+    WeightSource,
+)
 from assay.engine.local import StepBoundary
 from assay.engine.native.engine import NativeEngine
-from assay.engine.sampler import TopLogprobs
 from assay.engine.sequence import Kept
 
 NO_TIMEOUT = timedelta(days=3650)  # followers wait for an idle leader; heartbeats detect a dead one
@@ -146,7 +154,7 @@ class LeaderBoundary(StepBoundary):
         self.failures += future is not None and future.exception() is not None
 
 
-class TensorParallelLeader:
+class TensorParallelLeader(Engine):
     """The engine interface on rank 0 of a group whose other ranks run `follow`.
 
     All ranks make their engines with the same arguments and `group`. `cpu_group`: see `new_cpu_group`.
@@ -160,7 +168,7 @@ class TensorParallelLeader:
         self._closed = False
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> EngineInfo:  # type: ignore[override]
         return self.engine.info
 
     def add(self, request: Request) -> int:
@@ -230,6 +238,10 @@ class TensorParallelLeader:
 
     def reset_prefix_cache(self) -> None:
         self._boundary.call(self._command("reset_prefix_cache"))
+
+    @property
+    def load(self) -> EngineLoad:
+        return self.engine.load
 
     def close(self) -> None:
         """Close the engines of all ranks; `follow` returns."""

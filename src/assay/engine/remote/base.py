@@ -19,7 +19,7 @@ import asyncio
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,9 @@ from torch import Tensor
 from assay.endpoint import LoopThread
 from assay.engine.base import (
     Capabilities,
+    Engine,
     EngineInfo,
+    EngineLoad,
     EngineOptions,
     Event,
     Failed,
@@ -117,6 +119,11 @@ class RequestQueue:
                 self.arrived.notify_all()
             self.loop.post(partial(cancel_unneeded, running))
 
+    @property
+    def load(self) -> EngineLoad:
+        with self.arrived:
+            return EngineLoad(running=sum(len(one.samples) for one in self.running.values()), waiting=0)
+
     def _take(self, wait: bool) -> list[Event]:
         """New events, as `step` returns them."""
         with self.arrived:
@@ -158,7 +165,7 @@ class RequestQueue:
         cancel_unneeded(running)
 
 
-class RemoteEngine(RequestQueue, SupervisedServers, ABC):
+class RemoteEngine(RequestQueue, SupervisedServers, Engine):
     """Implements `Engine` for servers. See the description of this module."""
 
     splits_samples: ClassVar[bool] = True  # one HTTP request per sample; False: one for all samples of a request
@@ -181,12 +188,12 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         The served weights have version -1 until the first `update_weights`.
         """
         super().__init__(urls, timeout_s, api_key, launched, health_timeout_s, options.notify)
-        self.vocab_size, self.options = model.vocab_size, options
+        self.options = options
         self.ranks = ranks or Ranks(options.group)
         self.size = model.parameter_count * options.dtype.itemsize
         self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
         max_length = min(model.max_length, options.max_length or model.max_length)
-        self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities)
+        self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities, model.vocab_size)
         self._open_queue()
         self.asleep = False
         connections = min(options.max_batch * len(self.all_servers), allowed_connections())
@@ -275,7 +282,8 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         """Tokens that a server returned, if they are in the vocabulary and not too many."""
         if not isinstance(ids, list):
             raise self.garbage("something that is not a list of tokens")
-        if not least <= len(ids) <= limit or not all(type(one) is int and 0 <= one < self.vocab_size for one in ids):
+        vocabulary = self.info.vocab_size
+        if not least <= len(ids) <= limit or not all(type(one) is int and 0 <= one < vocabulary for one in ids):
             raise self.garbage(f"{len(ids)} tokens, where {least} to {limit} of the vocabulary were expected")
         return ids
 
@@ -288,7 +296,7 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
         try:
             if request.continues is not None:
                 raise unknown_handle(request, request_id)
-            limits = {"max_length": self.info.max_length, "vocabulary": self.vocab_size}
+            limits = {"max_length": self.info.max_length, "vocabulary": self.info.vocab_size}
             job = job_for(request, request_id, (), can_decode=self.options.decode is not None, **limits)
             job.tokens = [index(token) for token in job.tokens]  # JSON has no NumPy integers
         except UserError as error:
@@ -304,16 +312,12 @@ class RemoteEngine(RequestQueue, SupervisedServers, ABC):
     def step(self, wait: bool = True) -> list[Event]:
         return self.ranks.from_leader(lambda: self._step(wait))
 
-    def release(self, handles: Iterable[int]) -> None:
-        """Nothing is kept on the servers."""
-
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.vocab_size)
+        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
         return self.ranks.from_leader(lambda: self._score_anywhere(sequences, temperature))
 
     def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        """`score` of each server, by URL."""
-        check_scored(sequences, 1.0, self.info.max_length, self.vocab_size)
+        check_scored(sequences, 1.0, self.info.max_length, self.info.vocab_size)
         return self.ranks.from_leader(lambda: self._score_everywhere(sequences))
 
     @torch.inference_mode(False)

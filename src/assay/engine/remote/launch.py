@@ -18,11 +18,10 @@ from typing import ClassVar
 
 import torch
 
-from assay.config import ServerConfig, SGLangConfig, VLLMConfig
-from assay.endpoint import new_client, opened
+from assay.config import InferenceServerConfig, RemoteEngineConfig
+from assay.endpoint import key_of, new_client, opened
 from assay.engine.base import EngineOptions
 from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
-from assay.engine.remote.vllm.access import KEY as KEY
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.process.program import SupervisedProgram, free_port
@@ -42,10 +41,10 @@ class LaunchedServers(ABC):
     kind: ClassVar[str]  # name of the server in messages
     section: ClassVar[str]  # section of its settings
 
-    def __init__(self, settings: ServerConfig | VLLMConfig | SGLangConfig, options: EngineOptions) -> None:
+    def __init__(self, settings: RemoteEngineConfig, options: EngineOptions) -> None:
         self.options, self.count, self.port = options, settings.servers, settings.port
         self.start_timeout_s = settings.start_timeout_s
-        self.key = api_key(settings, self.section) or secrets.token_urlsafe(16)  # the servers accept no other key
+        self.key = key_of(settings.api_key_env, self.section) or secrets.token_urlsafe(16)  # no other is accepted
         folder = nodes_folder()
         self.nodes = EngineNodes(folder) if folder else None
         self.host = "0.0.0.0" if self.nodes else "127.0.0.1"  # address on which servers listen
@@ -147,15 +146,6 @@ class LaunchedServers(ABC):
         self._remove()
 
 
-def api_key(settings: ServerConfig | VLLMConfig | SGLangConfig, section: str) -> str:
-    """The key of servers, from the environment variable that the settings name."""
-    name = settings.api_key_env
-    key = os.environ.get(name, "") if name else ""
-    if name and not key:
-        raise UserError(f"the environment variable {name} ({section}.api_key_env) is not set")
-    return key
-
-
 async def is_healthy(url: str, key: str) -> bool:
     import httpx
 
@@ -176,7 +166,7 @@ def plain_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in os.environ if name not in TORCHRUN and not name.startswith(prefixes)}
 
 
-def interpreter(settings: VLLMConfig | SGLangConfig, section: str, kind: str) -> str:
+def interpreter(settings: InferenceServerConfig, section: str, kind: str) -> str:
     """The interpreter that runs the servers. `section`: of the settings, also the name of the package."""
     if not settings.python:
         spec = importlib.util.find_spec(section)
@@ -192,7 +182,7 @@ def interpreter(settings: VLLMConfig | SGLangConfig, section: str, kind: str) ->
     return found
 
 
-def visible_devices(settings: VLLMConfig | SGLangConfig, device: torch.device, index: int) -> dict[str, str]:
+def visible_devices(settings: InferenceServerConfig, device: torch.device, index: int) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of server `index`, if it differs from that of this process."""
     if settings.devices:
         return {"CUDA_VISIBLE_DEVICES": settings.devices[index % len(settings.devices)]}

@@ -22,14 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.config import ServerConfig, SGLangConfig, VLLMConfig
+from assay.config import RemoteEngineConfig
 from assay.process.program import last_error
 from assay.types import UserError, plural
 
 ENGINE_NODES = "ASSAY_ENGINE_NODES"  # environment variable with the folder
 POLL_S = 0.5  # between two looks for files of the nodes
-
-ServerSettings = ServerConfig | VLLMConfig | SGLangConfig
 
 
 def nodes_folder() -> Path | None:
@@ -38,7 +36,7 @@ def nodes_folder() -> Path | None:
     return Path(name).absolute() if name else None
 
 
-def with_engine_nodes(settings: ServerSettings) -> ServerSettings:
+def with_engine_nodes(settings: RemoteEngineConfig) -> RemoteEngineConfig:
     """The settings of servers on engine nodes, if the job has some: weights go through a folder that all nodes see."""
     folder = nodes_folder()
     if folder is None or settings.urls:

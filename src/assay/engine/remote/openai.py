@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from assay.endpoint import Endpoint, EndpointError, Usage
 from assay.engine.base import (
     UNKNOWN_LENGTH,
     Capabilities,
+    Engine,
     EngineInfo,
     Event,
     Failed,
@@ -45,7 +46,7 @@ class Texts(Protocol):
     def messages(self, ids: Sequence[int]) -> list[Message]: ...
 
 
-class OpenAIEngine(RequestQueue):
+class OpenAIEngine(RequestQueue, Engine):
     """Implements `Engine`. Every sample is a request of its own; a request whose retries are exhausted fails."""
 
     def __init__(self, model: str, settings: OpenAIConfig, texts: Texts) -> None:
@@ -80,26 +81,11 @@ class OpenAIEngine(RequestQueue):
     def step(self, wait: bool = True) -> list[Event]:
         return self._take(wait)
 
-    def release(self, handles: Iterable[int]) -> None:
-        """Nothing is kept at the endpoint."""
-
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise UserError(NO_WEIGHTS)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         raise UserError(NO_WEIGHTS)
-
-    def fingerprint(self) -> str | None:
-        return None
-
-    def sleep(self) -> None:
-        """There is no memory to release."""
-
-    def wake(self) -> None:
-        pass
-
-    def reset_prefix_cache(self) -> None:
-        pass
 
     def close(self) -> None:
         self.abort(list(self.running))

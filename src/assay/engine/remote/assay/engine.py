@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from assay.config import ServerConfig
+from assay.endpoint import key_of
 from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Event, Failed, Finished, WeightSource
 from assay.engine.remote.assay.servers import LaunchedAssay
 from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
@@ -28,7 +29,7 @@ from assay.engine.remote.http import (
     allowed_connections,
     shortened,
 )
-from assay.engine.remote.launch import SaveTokenizer, api_key
+from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
 from assay.engine.sequence import Job
@@ -57,7 +58,7 @@ class AssayEngine(RemoteEngine):
         ranks = Ranks(opts.group)
         launched = LaunchedAssay(self.settings, opts) if not self.settings.urls and ranks.is_main else None
         urls, key = (
-            (self.settings.urls, api_key(self.settings, self.section))
+            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
             if self.settings.urls
             else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
         )
@@ -113,10 +114,10 @@ class AssayEngine(RemoteEngine):
         return served
 
     def _check_served(self, server: Server, served: dict[str, Any]) -> None:
-        dtype = str(self.options.dtype).removeprefix("torch.")
+        info, dtype = self.info, str(self.options.dtype).removeprefix("torch.")
         checks = [
-            ("vocab_size", served["vocab_size"] == self.vocab_size, self.vocab_size, "the model of model.source"),
-            ("max_length", served["max_length"] >= self.info.max_length, self.info.max_length, "--model.max_length"),
+            ("vocab_size", served["vocab_size"] == info.vocab_size, info.vocab_size, "the model of model.source"),
+            ("max_length", served["max_length"] >= info.max_length, info.max_length, "--model.max_length"),
             ("dtype", served["dtype"] == dtype, dtype, f"--engine.dtype {dtype}"),
         ]
         for name, valid, expected, remedy in checks:

@@ -9,7 +9,8 @@ import torch
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import KEY, LaunchedServers, plain_environment
+from assay.engine.remote.launch import LaunchedServers, plain_environment
+from assay.engine.remote.server_side import KEY
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.types import UserError

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from assay.config import SGLangConfig
+from assay.endpoint import key_of
 from assay.engine.base import Capabilities, EngineOptions, Event
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
-from assay.engine.remote.launch import SaveTokenizer, api_key
+from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.sglang.servers import MARGIN, LaunchedSGLang
@@ -66,7 +67,7 @@ class SGLangEngine(PausableEngine):
         ranks = Ranks(opts.group)
         launched = LaunchedSGLang(self.settings, opts) if not self.settings.urls and ranks.is_main else None
         urls, key = (
-            (self.settings.urls, api_key(self.settings, self.section))
+            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
             if self.settings.urls
             else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
         )
@@ -123,10 +124,10 @@ class SGLangEngine(PausableEngine):
             size = re.search(r"\[0, (\d+)\)", str(error))
             if size is None:
                 raise
-            if int(size[1]) != self.vocab_size:
+            if int(size[1]) != self.info.vocab_size:
                 raise UserError(
                     f"the SGLang server {server.url} serves another model: its vocabulary has {size[1]} tokens, and "
-                    f"the policy's {self.vocab_size}; start it with the model of model.source"
+                    f"the policy's {self.info.vocab_size}; start it with the model of model.source"
                 ) from None
 
     # -- requests
@@ -219,7 +220,7 @@ class SGLangEngine(PausableEngine):
             answer = await self.post(server, GENERATE, body, tokens=len(ids))
             with self.reading("no log-probabilities of the prompt"):
                 rows = answer["meta_info"]["input_token_logprobs"]
-                clipped = [0 if token == self.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
+                clipped = [0 if token == self.info.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
                 if [row[1] for row in rows] not in (ids, clipped):
                     raise ValueError
                 return [row[0] for row in rows[1:]]

@@ -1,6 +1,6 @@
 """Access control of vLLM servers. vLLM's own API key protects /v1 only, not the endpoints that replace weights.
 
-vLLM loads this module in its own environment (see `worker.stage`), so it uses the standard library only.
+vLLM loads this module in its own environment (see `worker.stage`), so it imports only modules that are copied with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import hmac
 import os
 from typing import Any
 
-KEY = "ASSAY_SERVER_KEY"  # environment variable with the key of servers that an engine starts
+from assay.engine.remote.server_side import KEY
+
 MIDDLEWARE = "assay.engine.remote.vllm.access.KeyCheck"
 
 

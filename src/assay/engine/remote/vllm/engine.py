@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from assay.config import VLLMConfig
+from assay.endpoint import key_of
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
-from assay.engine.remote.launch import SaveTokenizer, api_key
+from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.vllm.servers import LaunchedVLLM
@@ -71,7 +72,7 @@ class VLLMEngine(PausableEngine):
         ranks = Ranks(opts.group)
         launched = LaunchedVLLM(self.settings, opts) if not self.settings.urls and ranks.is_main else None
         urls, key = (
-            (self.settings.urls, api_key(self.settings, self.section))
+            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
             if self.settings.urls
             else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
         )
@@ -132,7 +133,7 @@ class VLLMEngine(PausableEngine):
         A larger vocabulary is found by the first weight update, whose shapes differ: vLLM 0.24 does not reject tokens
         beyond the vocabulary, and one of them could end the server.
         """
-        body = {"model": self.models[server.url].name, "prompt": [self.vocab_size - 1], "max_tokens": 1}
+        body = {"model": self.models[server.url].name, "prompt": [self.info.vocab_size - 1], "max_tokens": 1}
         try:
             self.call(server, "POST", COMPLETIONS, body, timeout_s=120)
         except ServerUnreachable:
@@ -142,7 +143,7 @@ class VLLMEngine(PausableEngine):
                 raise
             raise UserError(
                 f"the vLLM server {server.url} serves another model: its vocabulary is smaller than the policy's "
-                f"{self.vocab_size} tokens; start it with the model of model.source"
+                f"{self.info.vocab_size} tokens; start it with the model of model.source"
             ) from None
 
     def _prepare(self) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from assay.config import VLLMConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import KEY, LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.server_side import KEY
 from assay.engine.remote.vllm.access import MIDDLEWARE
 from assay.engine.remote.vllm.worker import EXTENSION, stage
 from assay.models.base import PolicyModel
