@@ -57,6 +57,8 @@ class FakeServer:
             return 503, {"detail": "the engine has died"}
         if path == "/weights" and not self.keeps_weights:
             self.version = body["version"]
+        if path == "/score" and self.fault == "cannot score":
+            return 500, {"detail": "out of memory"}
         if path == "/score":
             return 200, {"version": self.version}
         status, answer = echo(path, body)
@@ -140,6 +142,16 @@ def test_a_server_that_cannot_prove_its_weights_stays_retired() -> None:
         fakes[0].keeps_weights = False
         engine.update_weights(POLICY, 2)
         assert states(engine) == ["serving"] * 3
+
+
+def test_a_server_that_fails_while_another_joins_is_retired_itself() -> None:
+    with fleet() as (engine, fakes, lines):
+        fakes[2].set("restarted")
+        generate(engine, requests(12))
+        fakes[0].set("cannot score")  # its log-probabilities are needed to check those of the joining server
+        engine.update_weights(POLICY, 1)
+        assert states(engine) == ["retired", "serving", "serving"]
+        assert f"{engine.all_servers[0].url}/score answered 500" in lines[-2] and "serves again" in lines[-1]
 
 
 def test_a_server_that_hangs_does_not_hold_up_an_update_or_an_idle_engine() -> None:

@@ -13,7 +13,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -86,13 +86,9 @@ class SupervisedServers(HttpServers):
             raise self.garbage("not one list of log-probabilities per sequence")
         return [self.valid_logprobs(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True)]
 
-    def _prove(self, server: Server, other: Server) -> None:
-        """Raise a `UserError` unless the server has the weights of the other one."""
-        tokens = [list(PROVED)]
-        ours, theirs = (np.array(self._checked_score(one, tokens)[0]) for one in (server, other))
-        gap = float(np.sqrt(np.mean((ours - theirs) ** 2)))
-        if not gap < PROOF_LIMIT:
-            raise ServerStale(f"{server.url} has other weights than {other.url}: log-probabilities differ by {gap:.3g}")
+    def _proof(self, server: Server) -> Any:
+        """What shows the weights of a server: scores of fixed tokens, or something that must be equal exactly."""
+        return np.array(self._checked_score(server, [list(PROVED)])[0])
 
     def server_metrics(self) -> dict[str, float]:
         """Empty for a single server."""
@@ -191,14 +187,25 @@ class SupervisedServers(HttpServers):
         for server in self.servers:
             if server.state is not ServerState.JOINING:
                 continue
+            other, expected = self._proof_of_another()
             try:
-                self._prove(server, self.serving()[0])
+                check_proof(server.url, self._proof(server), other.url, expected)
             except UserError as error:
                 self.retire(server, str(error))
                 continue
             server.state = ServerState.SERVING
             self._restarted.discard(server)
             self.notify(f"the {self.kind} server {server.url} serves again, with the weights of version {version}")
+
+    def _proof_of_another(self) -> tuple[Server, Any]:
+        """A server that serves, and its proof. Servers that fail to give theirs are retired."""
+        while True:
+            server = self.serving()[0]
+            try:
+                return server, self._proof(server)
+            except ServerError as error:
+                if not self.retire(server, str(error)):
+                    raise
 
     def adopt(self, urls: Iterable[str]) -> None:
         """Use the servers that the main rank uses."""
@@ -208,3 +215,13 @@ class SupervisedServers(HttpServers):
                 server.state = ServerState.SERVING
             elif server.state is not ServerState.RETIRED and not self.retire(server, "another process cannot use it"):
                 server.state = ServerState.RETIRED
+
+
+def check_proof(url: str, proof: Any, other_url: str, expected: Any) -> None:
+    """Raise `ServerStale` unless a server has the proof that is expected, which is that of another server."""
+    if isinstance(expected, np.ndarray):
+        gap = float(np.sqrt(np.mean((proof - expected) ** 2)))
+        if not gap < PROOF_LIMIT:
+            raise ServerStale(f"{url} has other weights than {other_url}: log-probabilities differ by {gap:.3g}")
+    elif proof != expected:
+        raise ServerStale(f"{url} has other weights than {other_url}")
