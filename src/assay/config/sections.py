@@ -539,6 +539,8 @@ class VLLMConfig(Section):
     """time limit in seconds for the whole answer to a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
+    recover_s: NonNegative = 300.0
+    """if all servers fail: save and stop after this many seconds without any of them; 0: stop at once"""
     seeds: bool = True
     """send a seed with every sample; false: faster on GPUs, where vLLM draws the noise of seeded samples one by one"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
@@ -576,6 +578,8 @@ class SGLangConfig(Section):
     """time limit in seconds for the whole answer to a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
+    recover_s: NonNegative = 300.0
+    """if all servers fail: save and stop after this many seconds without any of them; 0: stop at once"""
     deterministic: bool = False
     """start servers with deterministic inference, in which seeds have an effect; slower"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
@@ -607,6 +611,8 @@ class ServerConfig(Section):
     """time limit in seconds for the whole answer to a request, or for each sample of a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
+    recover_s: NonNegative = 300.0
+    """if all servers fail: save and stop after this many seconds without any of them; 0: stop at once"""
     transport: Literal["auto", "folder", "ipc"] = "auto"
     """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
     folder: FilePath = ""

@@ -101,6 +101,7 @@ class AsyncSource(OnPolicySource):
         self._thread: threading.Thread | None = None
         self._before: tuple[dict[str, Any], list[Group]] | None = None  # state at the start of an interrupted `next`
         self._loaded: list[Ticket] = []  # of the finished groups of a checkpoint
+        self._saved: list[Group] = []  # the finished groups of the last `state_dict`
 
     # -- the learner's side
 
@@ -226,9 +227,8 @@ class AsyncSource(OnPolicySource):
 
     def _start_groups(self, state: RunState, wanted: int = 0, answers: int = 0) -> None:
         """Start as many groups as may be sampled now: the `wanted` ones of the step, and those of later steps."""
-        if self._unstarted:
-            self._start([replace(one, version=state.step) for one in self._unstarted])
-            self._unstarted = []
+        unstarted, self._unstarted = self._unstarted, []
+        self._start([replace(one, version=state.step) for one in unstarted])
         with self._arrived:
             present = len(self._running) + len(self._ready) + len(self._finished)
         allowed = self.prompts_per_step * self.max_staleness + wanted
@@ -323,6 +323,7 @@ class AsyncSource(OnPolicySource):
             except BaseException as error:  # of any kind: the learner must not wait forever
                 with self._arrived:
                     self._error = error
+                    self._unstarted += self._running.values()
                     self._running.clear()
                     self._arrived.notify_all()
                 return
@@ -338,6 +339,10 @@ class AsyncSource(OnPolicySource):
 
     def close(self) -> None:
         """End the thread and close the engine. Groups that are being sampled are dropped."""
+        self._end_thread()
+        self.dispatcher.close()
+
+    def _end_thread(self) -> None:
         with self._arrived:
             self._closed = True
             self._running.clear()
@@ -345,17 +350,17 @@ class AsyncSource(OnPolicySource):
         self.stream.close()
         if self._thread is not None:
             self._thread.join()
-        self.dispatcher.close()
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Includes every group that was started and not trained. If `next` was interrupted: as before that."""
-        return (self._before or self._state())[0]
+        state, self._saved = self._before or self._state()
+        return state
 
     def saved_groups(self) -> list[Group]:
-        """The finished groups of `state_dict`, in its order."""
-        return (self._before or self._state())[1]
+        """The finished groups of the last `state_dict`, in its order."""
+        return self._saved
 
     def _state(self) -> tuple[dict[str, Any], list[Group]]:
         with self._arrived:
@@ -372,6 +377,11 @@ class AsyncSource(OnPolicySource):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         super().load_state_dict(saved)
+        if self._thread is not None:
+            self._end_thread()
+            self.stream = open_stream(self.collector, self.dispatcher.connect())
+            self._thread, self._error, self._closed, self._before = None, None, False, None
+        self._ready, self._finished = [], deque()
         own = saved.get("source") or {}
         self._next_number = own.get("next_number", 0)
         self._seen, self._seen_version = Counter(own.get("seen", {})), own.get("seen_version", -1)

@@ -175,6 +175,33 @@ def test_the_last_server_is_never_retired_and_its_error_is_reported() -> None:
         assert sorted(states(engine)) == ["retired", "serving"] and len(lines) == 1
 
 
+def test_if_all_servers_are_gone_requests_fail_until_an_update_has_reached_one() -> None:
+    with fleet(2, recover_s=60) as (engine, fakes, lines):
+        for fake in fakes:
+            fake.set("drops connections")
+        with pytest.raises(UserError, match=r"all echo servers have failed: .* is not reachable"):
+            generate(engine, requests(4))
+        assert engine.lost and len(lines) == 2 and "(none left)" in lines[-1]
+        with pytest.raises(UserError, match="all echo servers have failed"):
+            engine.update_weights(POLICY, 1)
+        fakes[0].set("restarted")  # answers again, without weights
+        with pytest.raises(UserError, match="all echo servers have failed"):
+            generate(engine, requests(1))
+        engine.update_weights(POLICY, 1)
+        assert states(engine) == ["serving", "retired"] and not engine.lost
+        wanted = requests(12)
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+
+
+def test_an_answer_of_the_last_server_that_is_garbage_fails_its_request_alone() -> None:
+    with fleet(1, recover_s=60) as (engine, fakes, lines):
+        fakes[0].set("garbage")
+        with pytest.raises(UserError, match="not JSON"):
+            generate(engine, requests(1))
+        fakes[0].set("")
+        assert not engine.lost and lines == [] and generate(engine, requests(1))
+
+
 def test_before_the_first_update_a_failure_is_an_error() -> None:
     with fleet(2, first=None) as (engine, fakes, _):
         fakes[1].set("garbage")

@@ -67,7 +67,7 @@ class AssayEngine(RemoteEngine):
         self.steps = 0  # running calls of `step`
         self.newest_version = -1  # of the weights that this engine has sent or is sending
         self.largest_batch = min(opts.max_batch, allowed_connections() // len(urls))  # each has its own connection
-        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
         super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start

@@ -81,7 +81,7 @@ class VLLMEngine(PausableEngine):
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
         self.weights_dropped = False  # by a sleep of level 2
-        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
         super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start
