@@ -188,6 +188,7 @@ def assemble(
     checks.check_quantization(cfg, mesh)
     device = policy_device(cfg, mesh)
     algo = components.build_algorithm(cfg)
+    checks.check_async_ranks(cfg, mesh, algo)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task, train, evaluations = load_problems(cfg, algo, console)
     # Before the model, which may take minutes to load.
@@ -253,7 +254,6 @@ def build_source(
     """The source of groups. An asynchronous one shares the engine with evaluations, through a dispatcher."""
     if cfg.source.name == "on_policy":
         return OnPolicySource(cfg, algo, collector, prompts, schedule, stopping)
-    checks.check_async_ranks(cfg, collector.mesh, algo)
     dispatcher = Dispatcher(collector.engine)
     collector.engine = dispatcher.connect()
     return AsyncSource(cfg, algo, collector, prompts, schedule, dispatcher, stopping)
