@@ -178,7 +178,7 @@ class Trainer(ABC):
     def sample(self) -> list[Group]:
         """Sample `train.prompts` groups of `train.samples` judged answers with the current weights."""
         started = self.training.recorder.step_started = time.perf_counter()
-        sampled = self.training.source.next(self.training.state)
+        sampled = self.training.sample()
         self._dropped = sampled.dropped
         self._metrics = {f"time/{part}": seconds for part, seconds in sampled.seconds.items()}
         self._metrics["time/sample"] = time.perf_counter() - started

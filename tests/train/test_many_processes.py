@@ -151,6 +151,15 @@ def test_several_processes_train_asynchronously(tmp_path: Path, layout: str) -> 
     assert all(0 <= step - 1 - version_of(group) <= 2 for step, groups in found.items() for group in groups)
 
 
+@pytest.mark.slow
+def test_asynchronous_training_with_tensor_parallelism_is_refused_before_servers_start(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--parallel.tp", 2, "--source", "async", "--engine.name", "assay")
+    said = ended(small.launch(2, "train", small.config, *words), code=1)
+    assert said.count("assay: asynchronous training has no tensor parallelism: set parallel.tp to 1") == 1
+    assert "parameters" not in said  # printed when the model is loaded
+
+
 SMALL_MEMORY = """
 import os
 from assay.tasks import Abacus

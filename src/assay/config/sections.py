@@ -531,6 +531,8 @@ class RemoteEngineConfig(Section):
     """time limit in seconds for the whole answer to a request; 0: none"""
     health_timeout_s: NonNegative = 60.0
     """with several servers: one that is silent for this many seconds is not used until it answers again; 0: no limit"""
+    recover_s: NonNegative = 300.0
+    """if all servers fail: save and stop after this many seconds without any of them; 0: stop at once"""
     transport: Literal["auto", "folder", "ipc", "nccl"] = "auto"
     """how weights reach the servers. ipc: on the trainer's GPU; folder: files; auto: ipc if possible, else folder"""
     folder: FilePath = ""

@@ -214,6 +214,7 @@ class Engine(Protocol):
     """
 
     info: EngineInfo
+    recover_s: float = 0.0  # how long training waits for a server after all have failed
     on_tokens: Callable[[int], None] | None = None  # called between two iterations of `step`; see `SampleCounter`
 
     @abstractmethod
@@ -289,6 +290,11 @@ class Engine(Protocol):
     def load(self) -> EngineLoad:
         """May be read at any time, also during a step."""
         return EngineLoad(running=0, waiting=0)
+
+    @property
+    def lost(self) -> bool:
+        """Whether all servers of the engine have failed, and may come back."""
+        return False
 
     def server_metrics(self) -> dict[str, float]:
         """Metrics of the servers, which a training run logs at each step; empty if there are none."""

@@ -36,6 +36,7 @@ class GroupStream:
         self.collector, self.thread = collector, thread
         self._sampling: set[Ticket] = set()  # started, and neither returned nor dropped
         self._finished: SimpleQueue[list[tuple[Ticket, Group]] | BaseException] = SimpleQueue()
+        self._error: BaseException | None = None
         self._judge = ThreadPoolExecutor(1, "assay-judge")
         self.finished_at = time.perf_counter()  # when the last group was finished
         # These belong to the thread of the engine.
@@ -51,16 +52,19 @@ class GroupStream:
     def next(self, wait: bool = True) -> list[tuple[Ticket, Group]]:
         """The groups that have finished since the last call, judged. Empty if no group is being sampled.
 
-        `wait`: until there is one. Raises the error that has ended the sampling of a group.
+        `wait`: until there is one; then an error that has ended the sampling of a group is raised.
         """
         finished: list[tuple[Ticket, Group]] = []
         while self._sampling and not (finished and self._finished.empty()):
+            if wait and self._error is not None:
+                raise self._error
             try:
                 arrived = self._finished.get(block=wait and not finished)
             except Empty:
                 break
             if isinstance(arrived, BaseException):
-                raise arrived
+                self._error = arrived
+                continue
             finished += [pair for pair in arrived if pair[0] in self._sampling]
             self._sampling.difference_update(ticket for ticket, _ in arrived)
         return finished

@@ -93,6 +93,7 @@ class AsyncSource(OnPolicySource):
         self._idle_since = time.perf_counter()
         self._before: tuple[dict[str, Any], list[Group]] | None = None  # state at the start of an interrupted `next`
         self._loaded: list[Ticket] = []  # of the finished groups of a checkpoint
+        self._saved: list[Group] = []  # the finished groups of the last `state_dict`
 
     def next(self, state: RunState) -> SampledGroups:
         """Wait for the groups of a batch, and start those of later batches."""
@@ -200,9 +201,8 @@ class AsyncSource(OnPolicySource):
 
     def _start_groups(self, state: RunState, wanted: int = 0, answers: int = 0) -> None:
         """Start as many groups as may be sampled now: the `wanted` ones of the step, and those of later steps."""
-        if self._unstarted:
-            self._start([replace(one, version=state.step) for one in self._unstarted])
-            self._unstarted = []
+        unstarted, self._unstarted = self._unstarted, []
+        self._start([replace(one, version=state.step) for one in unstarted])
         present = len(self._running) + len(self._ready)
         allowed = self.prompts_per_step * self.max_staleness + wanted
         allowed = min(allowed, self._groups_left(state, wanted, answers))
@@ -280,11 +280,12 @@ class AsyncSource(OnPolicySource):
 
     def state_dict(self) -> dict[str, Any]:
         """Includes every group that was started and not trained. If `next` was interrupted: as before that."""
-        return (self._before or self._state())[0]
+        state, self._saved = self._before or self._state()
+        return state
 
     def saved_groups(self) -> list[Group]:
-        """The finished groups of `state_dict`, in its order."""
-        return (self._before or self._state())[1]
+        """The finished groups of the last `state_dict`, in its order."""
+        return self._saved
 
     def _state(self) -> tuple[dict[str, Any], list[Group]]:
         self._receive(wait=False)
@@ -300,6 +301,10 @@ class AsyncSource(OnPolicySource):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         super().load_state_dict(saved)
+        if self._running:  # all servers had failed: groups are sampled again
+            self.stream.close()
+            self.stream, self._running, self._before = GroupStream(self.collector, self.thread), {}, None
+        self._ready = []
         own = saved.get("source") or {}
         self._next_number = own.get("next_number", 0)
         self._seen, self._seen_version = Counter(own.get("seen", {})), own.get("seen_version", -1)

@@ -187,6 +187,7 @@ def assemble(
     checks.check_quantization(cfg, mesh)
     device = policy_device(cfg, mesh)
     algo = components.build_algorithm(cfg)
+    checks.check_async_ranks(cfg, mesh, algo)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task, train, evaluations = load_problems(cfg, algo, console)
     # Before the model, which may take minutes to load.
@@ -252,7 +253,6 @@ def build_source(
     """The source of groups. An asynchronous one without staleness is the on-policy one."""
     if cfg.source.name == "on_policy":
         return OnPolicySource(cfg, algo, collector, prompts, schedule, stopping)
-    checks.check_async_ranks(cfg, collector.mesh, algo)
     make = AsyncSource if cfg.source.max_staleness else OnPolicySource
     return make(cfg, algo, collector, prompts, schedule, stopping)
 

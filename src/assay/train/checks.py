@@ -90,7 +90,7 @@ def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple
 
 def check_async_ranks(cfg: TrainConfig, mesh: Mesh, algo: Algorithm) -> None:
     """Raise a `UserError` unless the main rank can sample for all others, as asynchronous training does."""
-    if mesh.world == 1:
+    if mesh.world == 1 or cfg.source.name != "async":
         return
     if cfg.engine.name not in ("assay", "vllm", "sglang"):
         raise UserError(

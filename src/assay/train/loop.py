@@ -13,7 +13,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
     run.begin()
     while not run.done():
         started = time.perf_counter()
-        sampled = run.source.next(run.state)  # groups of rollouts, judged and filtered
+        sampled = run.sample()  # groups of rollouts, judged and filtered
         metrics = run.learner.credit(sampled.groups)  # rewards -> advantages
         batch, replayed = run.replay.mix(sampled.groups, run.state.step)
         metrics |= replayed | {"time/sample": time.perf_counter() - started}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from assay.config import TrainConfig
 from assay.config.settings import to_toml
@@ -29,9 +30,13 @@ from assay.train.sources import GroupSource, Replay, SampledGroups
 from assay.train.sync import WeightSync
 from assay.types import Group, Prompt, UserError, describe_error
 
+T = TypeVar("T")
+
 # With Python's default of 700 there would be dozens of collections per step, each of which visits the rollouts of the
 # step: tens of thousands of objects without reference cycles, which are freed without any collection.
 GC_THRESHOLD = 50_000
+PAUSES_S = (0.5, 10.0)  # shortest and longest pause between two attempts to reach a server, after all have failed
+MAX_RECOVERIES = 3  # of the same work: if servers fail on it again and again, it is the cause
 CURVES_SHARE = 0.02  # of the time of a run may be spent on drawing curves.png at evaluations
 WARM_START_SAVE_S = 300.0  # seconds between two checkpoints of a warm start
 
@@ -135,10 +140,22 @@ class TrainingRun:
     def done(self) -> bool:
         return self.schedule.done(self.state)
 
+    def sample(self) -> SampledGroups:
+        """The groups of the next step, judged and filtered."""
+        return self._recovering(lambda: self.source.next(self.state))
+
     def sync(self) -> dict[str, float]:
-        """Copy the policy's weights to the engine, and verify the copy."""
+        """Copy the policy's weights to the engine, and verify the copy.
+
+        If all servers have failed, the step is recorded without them: whatever needs them next waits for them.
+        """
         started = time.perf_counter()
-        metrics = self.weight_sync.sync(self.state.step)
+        try:
+            metrics = self.weight_sync.sync(self.state.step)
+        except UserError:
+            if not self._servers_lost():
+                raise
+            metrics = {}
         return metrics | self.weight_sync.engine.server_metrics() | {"time/sync": time.perf_counter() - started}
 
     def record(self, sampled: SampledGroups, batch: Sequence[Group], metrics: Mapping[str, float]) -> None:
@@ -289,7 +306,7 @@ class TrainingRun:
         state, recorder = self.state, self.recorder
         state.unmeasured = metrics
         if self.cfg.eval.every and self.schedule.due(self.cfg.eval.every, state):
-            metrics = metrics | self.evaluator.measure("eval", state.step)
+            metrics = metrics | self._measure("eval")
         state.unmeasured = None
         recorder.log(state, metrics | {"time/step": time.perf_counter() - recorder.step_started})
         recorder.check_faults(state, self.learner.updater.faults)
@@ -299,8 +316,59 @@ class TrainingRun:
             self._draw_curves(if_due=True)
         recorder.step_started = time.perf_counter()
 
+    def _measure(self, label: str) -> dict[str, float]:
+        return self._recovering(lambda: self.evaluator.measure(label, self.state.step))
+
+    def _servers_lost(self) -> bool:
+        """Whether all servers of the engine have failed, and may come back."""
+        return self.mesh.any(self.weight_sync.engine.lost)
+
+    def _recovering(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which samples. It is repeated if all servers fail meanwhile and one comes back.
+
+        If none comes back, the run is saved: an interrupted `work` has changed nothing that is saved.
+        """
+        recoveries = 0
+        while True:
+            try:
+                return work()
+            except UserError as error:
+                if not self._servers_lost():
+                    raise
+                if recoveries == MAX_RECOVERIES or not self._recover():
+                    self._save_unsaved()
+                    command = f"assay train --resume {shlex.quote(str(self.directory.path))}"
+                    raise UserError(f"{error}; the run is saved: when its servers run again, use {command}") from error
+                recoveries += 1
+
+    def _recover(self) -> bool:
+        """Wait until a server has the current weights again; False if none has them in time.
+
+        Groups that were being sampled are sampled again, with the same seeds, as in a resumed run.
+        """
+        engine = self.weight_sync.engine
+        deadline, (pause_s, longest_s) = time.monotonic() + engine.recover_s, PAUSES_S
+        self.recorder.console.warn(f"all servers have failed: waiting up to {engine.recover_s:g} s for one of them")
+        while True:
+            self.stopping.check()
+            try:
+                engine.update_weights(self.learner.policy, self.state.step)
+                self.weight_sync.verify(self.state.step)
+                break
+            except UserError:
+                if not self._servers_lost():
+                    raise
+            left_s = deadline - time.monotonic()
+            if self.mesh.any(left_s < 0):
+                return False
+            time.sleep(min(pause_s, max(left_s, 0.0)))
+            pause_s = min(2 * pause_s, longest_s)
+        self.source.load_state_dict(self.source.state_dict())
+        self.source.load_groups(self.source.saved_groups())
+        return True
+
     def _measure_and_log(self, label: str) -> None:
-        self.recorder.log(self.state, self.evaluator.measure(label, self.state.step))
+        self.recorder.log(self.state, self._measure(label))
         if label != "after":  # `finish` draws
             self._draw_curves(if_due=True)
 

@@ -85,10 +85,11 @@ class GroupSource(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from this state. A source that has sampled drops what it has."""
 
     def saved_groups(self) -> list[Group]:
-        """Sampled groups that belong to `state_dict`, because they were not trained yet."""
+        """Sampled groups that belong to the last `state_dict`, because they were not trained yet."""
 
     def load_groups(self, groups: Sequence[Group]) -> None:
         """Restore these groups, after `load_state_dict`."""

@@ -58,6 +58,8 @@ class FakeServer:
             return 503, {"detail": "the engine has died"}
         if path == "/weights" and not self.keeps_weights:
             self.version = body["version"]
+        if path == "/score" and self.fault == "cannot score":
+            return 500, {"detail": "out of memory"}
         if path == "/score":
             return 200, {"version": self.version}
         status, answer = echo(path, body)
@@ -143,6 +145,16 @@ def test_a_server_that_cannot_prove_its_weights_stays_retired() -> None:
         assert states(engine) == ["serving"] * 3
 
 
+def test_a_server_that_fails_while_another_joins_is_retired_itself() -> None:
+    with fleet() as (engine, fakes, lines):
+        fakes[2].set("restarted")
+        generate(engine, requests(12))
+        fakes[0].set("cannot score")  # its log-probabilities are needed to check those of the joining server
+        engine.update_weights(POLICY, 1)
+        assert states(engine) == ["retired", "serving", "serving"]
+        assert f"{engine.all_servers[0].url}/score answered 500" in lines[-2] and "serves again" in lines[-1]
+
+
 def test_a_server_that_hangs_does_not_hold_up_an_update_or_an_idle_engine() -> None:
     with fleet() as (engine, fakes, _):
         fakes[1].set("hangs")
@@ -162,6 +174,33 @@ def test_the_last_server_is_never_retired_and_its_error_is_reported() -> None:
         with pytest.raises(UserError, match="something that is not JSON"):
             generate(engine, requests(4))
         assert sorted(states(engine)) == ["retired", "serving"] and len(lines) == 1
+
+
+def test_if_all_servers_are_gone_requests_fail_until_an_update_has_reached_one() -> None:
+    with fleet(2, recover_s=60) as (engine, fakes, lines):
+        for fake in fakes:
+            fake.set("drops connections")
+        with pytest.raises(UserError, match=r"all echo servers have failed: .* is not reachable"):
+            generate(engine, requests(4))
+        assert engine.lost and len(lines) == 2 and "(none left)" in lines[-1]
+        with pytest.raises(UserError, match="all echo servers have failed"):
+            engine.update_weights(POLICY, 1)
+        fakes[0].set("restarted")  # answers again, without weights
+        with pytest.raises(UserError, match="all echo servers have failed"):
+            generate(engine, requests(1))
+        engine.update_weights(POLICY, 1)
+        assert states(engine) == ["serving", "retired"] and not engine.lost
+        wanted = requests(12)
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+
+
+def test_an_answer_of_the_last_server_that_is_garbage_fails_its_request_alone() -> None:
+    with fleet(1, recover_s=60) as (engine, fakes, lines):
+        fakes[0].set("garbage")
+        with pytest.raises(UserError, match="not JSON"):
+            generate(engine, requests(1))
+        fakes[0].set("")
+        assert not engine.lost and lines == [] and generate(engine, requests(1))
 
 
 def test_before_the_first_update_a_failure_is_an_error() -> None:

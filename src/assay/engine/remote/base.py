@@ -22,6 +22,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -53,10 +54,11 @@ from assay.engine.remote.http import (
     ServerState,
     ServerUnreachable,
     allowed_connections,
+    is_lost,
 )
 from assay.engine.remote.launch import LaunchedServers
 from assay.engine.remote.ranks import Ranks
-from assay.engine.remote.supervise import SupervisedServers
+from assay.engine.remote.supervise import JOIN_S, SupervisedServers
 from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.models.base import PolicyModel
@@ -179,6 +181,7 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
         *,
         timeout_s: float = 0.0,
         health_timeout_s: float = 0.0,
+        recover_s: float = 0.0,
         api_key: str = "",
         ranks: Ranks | None = None,
         launched: LaunchedServers | None = None,
@@ -187,7 +190,7 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
 
         The served weights have version -1 until the first `update_weights`.
         """
-        super().__init__(urls, timeout_s, api_key, launched, health_timeout_s, options.notify)
+        super().__init__(urls, timeout_s, api_key, launched, health_timeout_s, options.notify, recover_s)
         self.options = options
         self.ranks = ranks or Ranks(options.group)
         self.size = model.parameter_count * options.dtype.itemsize
@@ -211,6 +214,10 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
     @property
     def has_weights(self) -> bool:
         return self.info.version >= 0
+
+    @property
+    def can_recover(self) -> bool:
+        return super().can_recover and not isinstance(self.transport, NcclTransport)  # see `update_weights`
 
     # -- implemented by each backend; these run on the leaders, `_publish` and the later ones on the main rank
 
@@ -335,18 +342,33 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
                     self.invite()
                 self._publish(weights, version)
                 self.admit(version)
-                return [server.url for server in self.serving()]
+            except UserError as error:
+                if not self._has_lost_all(str(error)):
+                    raise
             finally:
                 drain(weights)  # the other ranks gather all weights, also if this one failed
+            return [server.url for server in self.serving()]
 
         try:
             self._begin_update()
             self.ranks.barrier()
             self.adopt(self.ranks.on_main(publish, meanwhile=lambda: drain(weights)))
+            self.require(self.serving())
             self.asleep = False
             self.info = replace(self.info, version=version)
         finally:
             self._end_update()
+
+    def _has_lost_all(self, reason: str) -> bool:
+        """Whether all servers have failed, after an update has ended with an error."""
+        if not self.has_weights:
+            return False
+        for server in self.servers:
+            if server.state is ServerState.JOINING:
+                self.retire(server, reason)
+        with suppress(ServerError):  # retires servers that do not answer
+            self.call_each("GET", self.health_path, timeout_s=JOIN_S, is_json=False)
+        return self.lost
 
     def _check_idle_for_update(self) -> None:
         if self.running and not self.info.capabilities.inflight_updates:
@@ -358,8 +380,15 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
     def sleep(self) -> None:
         self.ranks.on_leaders(self._check_idle)
         if self.options.sleep_while_training and not self.asleep:
-            self.ranks.on_main(self._sleep)
+            self.ranks.on_main(self._sleep_unless_lost)
             self.asleep = True
+
+    def _sleep_unless_lost(self) -> None:
+        try:
+            self._sleep()
+        except ServerError:
+            if not self.lost:
+                raise
 
     def _check_idle(self) -> None:
         if self.running:
@@ -408,13 +437,14 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
     async def _generate_with_retries(self, part: SampleBatch) -> list[Completion]:
         lost, wait_s, started = 0, 0.1, time.monotonic()
         while True:
+            self.require(self.serving())
             try:
                 return await self.guarded(part.server, self._generate(part.server, part.job, part.samples))
             except ServerBusy:
                 if self.timeout_s and time.monotonic() - started > self.timeout_s:
                     raise
             except ServerError as error:
-                retired = await self.retire_if_failed(part.server, error)
+                retired = await self.retire_if_failed(part.server, error, repeated=lost == ATTEMPTS - 1)
                 other = self.least_busy(avoided=part.server)
                 if not retired:
                     lost += 1
@@ -434,11 +464,12 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
 
     def _score_anywhere(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         while True:
+            self.require(self.serving())
             server = self.least_busy()
             try:
                 return self._checked_score(server, sequences, temperature)
             except ServerError as error:
-                if not self.retire(server, str(error)):
+                if not self.retire(server, str(error), is_lost(error)):
                     raise
 
     def _score_everywhere(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
@@ -447,9 +478,9 @@ class RemoteEngine(RequestQueue, SupervisedServers, Engine):
             try:
                 scores[server.url] = self._checked_score(server, sequences)
             except ServerError as error:
-                if not self.retire(server, str(error)):
+                if not self.retire(server, str(error), is_lost(error)):
                     raise
-        return scores
+        return self.require(scores)
 
     def _step(self, wait: bool) -> list[Event]:
         if self.asleep and self.running:

@@ -6,7 +6,7 @@ import asyncio
 import resource
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ from assay.engine.remote.nodes import nodes_folder
 from assay.types import UserError, describe_error, hide_credentials, missing_extra
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Collection[Any])
 PAUSES_S = (0.2, 0.5, 1.0)  # before a request of all servers is sent again to those whose connection was lost
 ABORT_S = 5.0  # time limit of ending a collective operation after an error
 SPARE_FILES = 256  # file descriptors that are left for everything but connections
@@ -170,18 +171,24 @@ class HttpServers:
             guarded = (self.guarded(one, call) for one, call in zip(servers, calls, strict=True))
             return await asyncio.gather(*guarded, return_exceptions=True)
 
-        asked = self.servers
+        asked = self.require(self.servers)
         for pause in (*PAUSES_S, 0.0):
             answers |= zip(asked, self.loop.call(together(asked)), strict=True)
             failed = {one: answers.pop(one) for one in asked if isinstance(answers[one], BaseException)}
             if not answers and (other := next((e for e in failed.values() if not is_lost(e)), None)):
                 raise other  # all servers fail: the request may be at fault
-            asked = [one for one, e in failed.items() if not isinstance(e, ServerError) or not self.retire(one, str(e))]
+            gone = {one: is_lost(e) and not pause for one, e in failed.items()}
+            asked = [
+                one
+                for one, e in failed.items()
+                if not isinstance(e, ServerError) or not self.retire(one, str(e), gone[one])
+            ]
             if not asked:
                 break
             if not pause or not is_lost(failed[asked[0]]):
                 raise failed[asked[0]]
             time.sleep(pause)
+        self.require(answers)
         return {server: answers[server] for server in self.all_servers if server in answers}
 
     def call_during(
@@ -238,8 +245,17 @@ class HttpServers:
         finally:
             server.tasks.discard(task)
 
-    def retire(self, server: Server, reason: str) -> bool:
-        """Stop to use a server that has failed. False if that is not possible."""
+    def require(self, usable: C) -> C:
+        """`usable`, which is empty if all servers have failed: that is an error."""
+        if not usable:
+            raise ServerError(f"all {self.kind} servers have failed: {self.all_servers[-1].reason}")
+        return usable
+
+    def retire(self, server: Server, reason: str, gone: bool = False) -> bool:
+        """Stop to use a server that has failed. False if that is not possible.
+
+        `gone`: it has ended, hangs, or has lost its weights, so that no other request can succeed either.
+        """
         return False
 
     def field(self, answer: Any, name: str, kind: type[T]) -> T:

@@ -3,7 +3,11 @@
 A server is retired when it cannot be reached, does not answer questions about its health in time, returns garbage, or
 samples with earlier weights because it was restarted. Its requests are sent to other servers, with the same seeds. The
 next weight update includes every retired server that is healthy again. Such a server gets requests only after it has
-shown that its weights are those of the other servers. The last server is never retired: its errors end the run.
+shown that its weights are those of the other servers.
+
+The last server is retired only if it has ended, hangs, or has lost its weights. Then all requests fail, and `lost` is
+true until a weight update reaches a server again: training repeats the update until then, for `recover_s` seconds. With
+`recover_s` = 0, the last server is never retired.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +32,7 @@ from assay.engine.remote.http import (
     ServerStale,
     ServerState,
     ServerUnreachable,
+    is_lost,
 )
 from assay.engine.remote.launch import LaunchedServers
 from assay.types import UserError, plural
@@ -51,13 +56,16 @@ class SupervisedServers(HttpServers):
         launched: LaunchedServers | None = None,
         health_timeout_s: float = 0.0,
         notify: Callable[[str], None] | None = None,
+        recover_s: float = 0.0,
     ) -> None:
         """`health_timeout_s`: time limit of an answer to a question about health; 0: there are no questions.
 
+        `recover_s`: how long to wait for a server after all of them have failed.
         `notify`: gets a line when a server is retired and when it serves again, from any thread.
         """
         super().__init__(urls, timeout_s, api_key, launched)
         self.health_timeout_s, self.notify = health_timeout_s, notify or (lambda line: None)
+        self.recover_s = recover_s
         self.failures = self.retries = 0  # retired servers, and requests that were sent again
         self._restarted: set[Server] = set()  # retired servers whose process was started again
         self._states = threading.Lock()
@@ -67,6 +75,16 @@ class SupervisedServers(HttpServers):
     @abstractmethod
     def has_weights(self) -> bool:
         """Whether there was a weight update. Before it, a failure is an error, since settings may be wrong."""
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether servers can come back after all of them have failed."""
+        return self.recover_s > 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether all servers have failed."""
+        return not self.serving()
 
     def _check_server(self, server: Server) -> None:
         """Raise a `UserError` unless the server serves this model, vocabulary and length."""
@@ -86,13 +104,9 @@ class SupervisedServers(HttpServers):
             raise self.garbage("not one list of log-probabilities per sequence")
         return [self.valid_logprobs(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True)]
 
-    def _prove(self, server: Server, other: Server) -> None:
-        """Raise a `UserError` unless the server has the weights of the other one."""
-        tokens = [list(PROVED)]
-        ours, theirs = (np.array(self._checked_score(one, tokens)[0]) for one in (server, other))
-        gap = float(np.sqrt(np.mean((ours - theirs) ** 2)))
-        if not gap < PROOF_LIMIT:
-            raise ServerStale(f"{server.url} has other weights than {other.url}: log-probabilities differ by {gap:.3g}")
+    def _proof(self, server: Server) -> Any:
+        """What shows the weights of a server: scores of fixed tokens, or something that must be equal exactly."""
+        return np.array(self._checked_score(server, [list(PROVED)])[0])
 
     def server_metrics(self) -> dict[str, float]:
         """Empty for a single server."""
@@ -105,34 +119,41 @@ class SupervisedServers(HttpServers):
         return [server for server in self.all_servers if server.state is ServerState.SERVING]
 
     def least_busy(self, avoided: Server | None = None) -> Server:
-        """The server with the fewest unfinished samples; not `avoided`, if there is another one."""
-        serving = self.serving()
+        """The server with the fewest unfinished samples; not `avoided`, if there is another one.
+
+        If all servers have failed, it is one of these, and must not be used.
+        """
+        serving = self.serving() or self.all_servers
         others = [server for server in serving if server is not avoided]
         return min(others or serving, key=lambda one: one.running)
 
-    def retire(self, server: Server, reason: str) -> bool:
+    def retire(self, server: Server, reason: str, gone: bool = False) -> bool:
         with self._states:
             if server.state is ServerState.RETIRED:
                 return True
             others = [one for one in self.serving() if one is not server]
-            if not others or not self.has_weights:
-                return False
             was_serving = server.state is ServerState.SERVING
+            if not self.has_weights or not (others or (self.can_recover and (gone or not was_serving))):
+                return False
             server.state, server.reason = ServerState.RETIRED, reason
             self.failures += was_serving
         what = "has failed and gets no more requests" if was_serving else "cannot serve again yet"
-        self.notify(f"a server {what} ({plural(len(others), 'other')} left): {reason}")
+        self.notify(f"a server {what} ({plural(len(others), 'other') if others else 'none'} left): {reason}")
         self.loop.post(lambda: [task.cancel() for task in list(server.tasks)])
         return True
 
-    async def retire_if_failed(self, server: Server, error: ServerError) -> bool:
-        """Retire a server after this error of a request, if the server is the cause."""
+    async def retire_if_failed(self, server: Server, error: ServerError, repeated: bool = False) -> bool:
+        """Retire a server after this error of a request, if the server is the cause.
+
+        `repeated`: the connection was lost several times, which is needed to retire the last server.
+        """
         if isinstance(error, ServerUnreachable) and server.state is not ServerState.RETIRED:
             with suppress(ServerError):  # a single connection may be lost
                 await self.request(server, "GET", self.health_path, timeout_s=JOIN_S, is_json=False)
                 return False
         at_fault = isinstance(error, ServerUnreachable | ServerSilent | ServerGarbage | ServerStale)
-        return at_fault and self.retire(server, str(error))
+        gone = isinstance(error, ServerStale) or (isinstance(error, ServerUnreachable) and repeated)
+        return at_fault and self.retire(server, str(error), gone)
 
     # -- questions about health, in the thread of the event loop
 
@@ -153,11 +174,11 @@ class SupervisedServers(HttpServers):
                 await self.request(server, "GET", self.health_path, timeout_s=self.health_timeout_s, is_json=False)
                 unhealthy[server] = 0
             except (ServerUnreachable, ServerSilent) as error:
-                self.retire(server, str(error))
+                self.retire(server, str(error), gone=True)
             except (ServerFailed, ServerBusy) as error:
                 unhealthy[server] = unhealthy.get(server, 0) + 1
                 if unhealthy[server] >= UNHEALTHY:
-                    self.retire(server, str(error))
+                    self.retire(server, str(error), gone=True)
 
         while True:
             await asyncio.sleep(min(self.health_timeout_s / CHECKS, LONGEST_PAUSE_S))
@@ -192,13 +213,24 @@ class SupervisedServers(HttpServers):
             if server.state is not ServerState.JOINING:
                 continue
             try:
-                self._prove(server, self.serving()[0])
+                if (proved := self._proof_of_another()) is not None:  # else training compares it with the policy
+                    check_proof(server.url, self._proof(server), *proved)
             except UserError as error:
                 self.retire(server, str(error))
                 continue
             server.state = ServerState.SERVING
             self._restarted.discard(server)
             self.notify(f"the {self.kind} server {server.url} serves again, with the weights of version {version}")
+
+    def _proof_of_another(self) -> tuple[str, Any] | None:
+        """The URL of a server that serves, and its proof. Servers that fail to give theirs are retired."""
+        for server in self.serving():
+            try:
+                return server.url, self._proof(server)
+            except ServerError as error:
+                if not self.retire(server, str(error), is_lost(error)):
+                    raise ServerError(f"no other server proves its weights: {error}") from None
+        return None
 
     def adopt(self, urls: Iterable[str]) -> None:
         """Use the servers that the main rank uses."""
@@ -208,3 +240,13 @@ class SupervisedServers(HttpServers):
                 server.state = ServerState.SERVING
             elif server.state is not ServerState.RETIRED and not self.retire(server, "another process cannot use it"):
                 server.state = ServerState.RETIRED
+
+
+def check_proof(url: str, proof: Any, other_url: str, expected: Any) -> None:
+    """Raise `ServerStale` unless a server has the proof that is expected, which is that of another server."""
+    if isinstance(expected, np.ndarray):
+        gap = float(np.sqrt(np.mean((proof - expected) ** 2)))
+        if not gap < PROOF_LIMIT:
+            raise ServerStale(f"{url} has other weights than {other_url}: log-probabilities differ by {gap:.3g}")
+    elif proof != expected:
+        raise ServerStale(f"{url} has other weights than {other_url}")

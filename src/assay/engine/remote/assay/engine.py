@@ -68,7 +68,7 @@ class AssayEngine(RemoteEngine):
         self.steps = 0  # running calls of `step`
         self.newest_version = -1  # of the weights that this engine has sent or is sending
         self.largest_batch = min(opts.max_batch, allowed_connections() // len(urls))  # each has its own connection
-        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
         super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start
@@ -90,10 +90,8 @@ class AssayEngine(RemoteEngine):
         if self.asleep:
             self.call(server, "POST", "/engine/sleep")
 
-    def _prove(self, server: Server, other: Server) -> None:
-        texts = [self._fingerprint_of(self.call(one, "GET", "/engine/fingerprint")) for one in (server, other)]
-        if texts[0] != texts[1]:
-            raise ServerStale(f"{server.url} and {other.url} have different weights ({texts[0][:12]}, {texts[1][:12]})")
+    def _proof(self, server: Server) -> str:
+        return self._fingerprint_of(self.call(server, "GET", "/engine/fingerprint"))
 
     def _info(self, server: Server) -> dict[str, Any]:
         try:

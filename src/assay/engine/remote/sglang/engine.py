@@ -77,7 +77,7 @@ class SGLangEngine(PausableEngine):
         self.weights_dropped = False  # by a sleep
         self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
-        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
         super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start

@@ -23,7 +23,7 @@ from torch import Tensor
 from assay.config import VLLMConfig
 from assay.endpoint import key_of
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
-from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
+from assay.engine.remote.http import Server, ServerError, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.ranks import Ranks
@@ -82,7 +82,7 @@ class VLLMEngine(PausableEngine):
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
         self.weights_dropped = False  # by a sleep of level 2
-        limits = {"timeout_s": self.settings.timeout_s, "health_timeout_s": self.settings.health_timeout_s}
+        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
         super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
 
     # -- start
@@ -102,13 +102,10 @@ class VLLMEngine(PausableEngine):
         if self.asleep:
             self.call(server, "POST", f"/sleep?level={self.settings.sleep_level}")
 
-    def _prove(self, server: Server, other: Server) -> None:
-        if not all(self.models[one.url].has_extension for one in (server, other)):
-            return super()._prove(server, other)
-        body = {"method": "assay_digests"}
-        ours, theirs = (self.call(one, "POST", "/collective_rpc", body) for one in (server, other))
-        if self.field(ours, "results", list) != self.field(theirs, "results", list):
-            raise ServerStale(f"{server.url} and {other.url} have different weights")
+    def _proof(self, server: Server) -> Any:
+        if not all(served.has_extension for served in self.models.values()):
+            return super()._proof(server)
+        return self.field(self.call(server, "POST", "/collective_rpc", {"method": "assay_digests"}), "results", list)
 
     def _served_model(self, server: Server) -> ServedModel:
         listed = self.call(server, "GET", "/v1/models", timeout_s=30)
