@@ -40,7 +40,7 @@ QUARTERS = 4  # restarted sequences are counted by their length, in quarters of 
 
 @dataclass
 class Tally:
-    """What producer and learner did since the last batch, for metrics."""
+    """What engine and learner did since the last batch, for metrics."""
 
     began: float = field(default_factory=time.perf_counter)
     waited_s: float = 0.0  # the learner waited for groups

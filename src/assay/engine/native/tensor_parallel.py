@@ -1,10 +1,10 @@
 """Tensor-parallel serving for consumers on one rank: the leader sends its commands to the other ranks.
 
 All ranks of the group run the whole engine, as described in `scheduler.Lockstep`. Where all ranks receive identical
-calls anyway (training), nothing else is needed. A server or an asynchronous producer runs on rank 0 alone: there a
-`TensorParallelLeader` has the engine interface, and the other ranks run `follow` until the leader is closed. At each
-step boundary the leader broadcasts one list of commands (requests, aborts, weight updates, ...), which all ranks apply
-before they take the same step.
+calls anyway (training), nothing else is needed. A server runs on rank 0 alone: there a `TensorParallelLeader` has the
+engine interface, and the other ranks run `follow` until the leader is closed. At each step boundary the leader
+broadcasts one list of commands (requests, aborts, weight updates, ...), which all ranks apply before they take the same
+step.
 
 A broadcast is a header of three integers, followed by a payload (JSON) if there are commands. An idle leader sends
 nothing. If a step raises an exception on the leader, requests are dropped on all ranks. If a follower fails alone, its
