@@ -163,12 +163,11 @@ class EngineClient:
             wait = not self.polls and not self._busy
             try:
                 events = self.engine.step(wait)
-            except Exception as error:
-                self._fail_all(error)
-            else:
                 assert events or not wait, "the engine has no work left, but some requests are unfinished"
                 self._deliver(events)
-                del events  # a waiting driver must not keep completions alive
+            except Exception as error:
+                self._fail_all(error)
+            events = []  # a waiting driver must not keep completions alive
             self.after_step()
             await asyncio.sleep(0)
 
@@ -291,11 +290,13 @@ def _run_here(work: Coroutine[Any, Any, T], clients: Sequence[EngineClient]) -> 
     try:
         return loop.run_until_complete(_driven(work, clients))
     finally:
-        # After Ctrl-C, tasks remain. The exception may have hit the loop itself, so they may never end.
+        # After Ctrl-C, tasks remain. It may have hit the loop itself, so that some never end; others may raise it again.
         for client in clients:
             client.close()
-        if tasks := asyncio.all_tasks(loop):
-            loop.run_until_complete(cancelled(tasks))
+        for _ in asyncio.all_tasks(loop):
+            with suppress(KeyboardInterrupt):
+                loop.run_until_complete(cancelled(asyncio.all_tasks(loop)))
+                break
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 

@@ -86,11 +86,14 @@ class GroupStream:
     # -- in the thread of the engine
 
     def _start(self, tickets: Sequence[Ticket]) -> None:
-        if self._player is None:
-            self._player = self.collector.player(self.thread.client)
-        for ticket in tickets:
-            group = self._groups[ticket] = self._player.start(ticket.prompt, ticket.request)
-            group.result.add_done_callback(partial(self._on_end, ticket))
+        try:
+            if self._player is None:
+                self._player = self.collector.player(self.thread.client)
+            for ticket in tickets:
+                group = self._groups[ticket] = self._player.start(ticket.prompt, ticket.request)
+                group.result.add_done_callback(partial(self._on_end, ticket))
+        except Exception as error:  # of any kind: the learner must not wait forever
+            self._finished.put(error)
 
     def _on_end(self, ticket: Ticket, result: asyncio.Future[None]) -> None:
         if result.cancelled() or ticket not in self._groups:
