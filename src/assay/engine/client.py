@@ -290,7 +290,7 @@ def _run_here(work: Coroutine[Any, Any, T], clients: Sequence[EngineClient]) -> 
     try:
         return loop.run_until_complete(_driven(work, clients))
     finally:
-        # After Ctrl-C, tasks remain. It may have hit the loop itself, so that some never end; others may raise it again.
+        # After Ctrl-C, tasks remain. It may have hit the loop itself, so that some never end; others may raise it, too.
         for client in clients:
             client.close()
         for _ in asyncio.all_tasks(loop):

@@ -105,9 +105,7 @@ class GroupInPlay:
         self.prompt, self.request, self.listener = prompt, request, listener
         self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.episodes: list[Episode] = []
-        self.turns: list[
-            asyncio.Future[Completion]
-        ] = []  # of each sample: the one that is sampled now, or the last one
+        self.turns: list[asyncio.Future[Completion]] = []  # the last turn of each sample, which may be being sampled
         self.tasks: Sequence[asyncio.Future[Any]] = ()
 
     @property
@@ -136,16 +134,21 @@ class GroupInPlay:
             part.cancel()
 
     def _on_end(self, task: asyncio.Future[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
         if self.result.done() or task.cancelled():
             return
-        if (error := task.exception()) is not None and not isinstance(error, RequestError):
-            self.result.set_exception(error)
+        if error is not None and not isinstance(error, RequestError):
+            self.fail(error)
         elif all(one.done() for one in self.tasks):
             failed = [error for one in self.tasks if isinstance(error := one.exception(), RequestError)]
             if errors := {number: line for error in failed for number, line in error.errors.items()}:
-                self.result.set_exception(RequestError(errors))
+                self.fail(RequestError(errors))
             else:
                 self.result.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        self.result.set_exception(error)
+        self.result.exception()  # the group may have no consumer any more: then the error is not reported
 
 
 class GroupPlayer:
@@ -187,7 +190,7 @@ class GroupPlayer:
                 try:
                     self._start_episodes(rules, group)
                 except Exception as error:
-                    group.result.set_exception(error)
+                    group.fail(error)
             self._waiting.popleft()
 
     def _start_episodes(self, rules: EpisodeRules, group: GroupInPlay) -> None:
