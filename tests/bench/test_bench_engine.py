@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch
 from assay.bench import engine
 from assay.bench.engine import Options, evenly_spaced, measure, mismatch, row_id, split_by_tokens, stats_of
 from assay.bench.workload import SHAPES, Workload, random_model
-from assay.engine import Request, SamplingParams
+from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.types import Completion, Finish, UserError
 
 TINY = Workload(shape="tiny", prompts=2, samples=3, prompt_tokens=9, new=8)
@@ -44,14 +42,10 @@ def test_speed_is_the_median_without_the_warm_up_run(monkeypatch: pytest.MonkeyP
     assert row["command"] == f"assay bench engine {words}"
 
 
-def test_only_existing_engine_counters_are_reported() -> None:
-    @dataclass
-    class Stats:
-        kv_waste: float = 0.02
-        preemptions: int = 3
-
-    assert stats_of(SimpleNamespace(stats=Stats())) == {"preemptions": 3, "kv_waste": 0.02}
-    assert stats_of(SimpleNamespace()) == {}
+def test_counters_of_the_native_engine_are_reported() -> None:
+    native = make_engine("native", random_model(SHAPES["tiny"](), CPU, seed=2), device="cpu", dtype=torch.float32)
+    generate(native, [Request([1, 2, 3], SamplingParams(max_new_tokens=4), seed=0)])
+    assert stats_of(native).keys() == set(engine.STATS) and stats_of(native)["preemptions"] == 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
