@@ -211,11 +211,14 @@ class Sleeper(Chatter):
 FIRST = Chatter().prompts("train")[0].fields["episode_seed"]
 
 
-def test_engine_continues_during_a_slow_environment_step() -> None:
+@pytest.mark.parametrize("where", ["gpu", "thread"])  # in a thread of the engine, also on a CPU
+def test_engine_continues_during_a_slow_environment_step(where: str) -> None:
     env = Sleeper()
     prompts = [replace(p, id=f"p{i}") for i, p in enumerate(Chatter().prompts("train")[:10])]
     part = collector(env, max_batch=12)
-    found = part.collect(prompts, PARAMS, (1, 1))
+    thread = ClientThread(part.engine)
+    found = (part if where == "gpu" else replace(part, mesh=Mesh(), thread=thread)).collect(prompts, PARAMS, (1, 1))
+    thread.close()
     assert env.enough.is_set() and env.others[0] == 27 * 4
     assert all(r.verdict and r.verdict.status is Status.OK and len(r.turns) == 4 for r in rollouts(found))
     assert_nothing_left(part)

@@ -20,8 +20,8 @@ while the caller does something else: in asynchronous training.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -106,6 +106,15 @@ class EngineClient:
         if own := self._kept.intersection(handles):
             self._kept -= own
             self.engine.release(sorted(own))
+
+    @contextmanager
+    def showing(self, counter: SampleCounter) -> Iterator[None]:
+        """Show the counts after each step, until the block ends."""
+        before, self.after_step = self.after_step, counter.show
+        try:
+            yield
+        finally:
+            self.after_step = before
 
     def disown(self) -> None:
         """Leave the kept sequences to the caller, who releases them."""
@@ -348,7 +357,7 @@ def generate(engine: Engine, requests: Sequence[Request], report: CountReport | 
     The caller must be the only consumer of the engine's events.
     """
     counter = SampleCounter(report)
-    client = EngineClient(engine, after_step=counter.show)
+    client = EngineClient(engine)
 
     async def serve() -> list[list[Completion]]:
         submitted = [client.submit(request) for request in requests]
@@ -365,5 +374,5 @@ def generate(engine: Engine, requests: Sequence[Request], report: CountReport | 
         client.disown()
         return [list(result) for result in results if not isinstance(result, BaseException)]
 
-    with counter.watching(engine):
+    with client.showing(counter), counter.watching(engine):
         return run_sync(serve(), client)

@@ -167,10 +167,12 @@ class Collector:
         started = time.perf_counter()
         counter = SampleCounter(report)
         if self.thread is not None:
-            played = self.thread.run(self._play(self.thread.client, requests, counter))
+            client = self.thread.client
+            with client.showing(counter):
+                played = self.thread.run(self._play(client, requests, counter))
         else:
-            client = EngineClient(self.engine, strict=not self._threads, after_step=counter.show)
-            with counter.watching(self.engine):
+            client = EngineClient(self.engine, strict=not self._threads)
+            with client.showing(counter), counter.watching(self.engine):
                 played = run_sync(self._play(client, requests, counter), client)
         return [] if self.mesh.tp_rank else self.finish(played, started)
 
@@ -204,11 +206,12 @@ class Collector:
     def _threads(self) -> int:
         """Number of threads for steps of a slow environment.
 
-        With threads the order depends on the clock. So there are none on CPUs, where runs are reproducible to the last
-        bit, nor where several ranks have to make the same calls.
+        With threads the order depends on the clock. So there are none in synchronous runs on CPUs, which are
+        reproducible to the last bit, nor where several ranks have to make the same calls.
         """
         slow = self.env is not None and self.env.slow
-        return STEP_THREADS if slow and self.mesh.device.type != "cpu" and self.mesh.tp_size == 1 else 0
+        exact = self.mesh.device.type == "cpu" and self.thread is None
+        return STEP_THREADS if slow and not exact and self.mesh.tp_size == 1 else 0
 
     def finish(self, played: Sequence[GroupInPlay], started: float | None = None) -> list[Group]:
         """Judge groups that have ended. `started`: see `_judge`."""
