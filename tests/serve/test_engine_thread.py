@@ -104,14 +104,22 @@ def test_an_engine_failure_fails_all_requests_and_later_ones_are_served(monkeypa
         collect_until(lambda events: len(finished_ids(events)) == 2, batches)
 
 
-def test_a_closed_connection_leaves_nothing() -> None:
+def test_a_closed_connection_receives_nothing_more_and_leaves_nothing() -> None:
     batches: list[list[Event]] = []
+    closed = threading.Event()
+
+    def receive(events: list[Event]) -> None:
+        batches.append(events)
+        assert closed.wait(60)  # the engine continues when the connection is closed
+
     with EngineThread(new_engine()) as thread:
-        connection = thread.connect(batches.append)
+        connection = thread.connect(receive)
         connection.add([Request([1, 2], LONG, seed=1, stream=True)])
         until(lambda: bool(batches))
         connection.close()
+        closed.set()
         until(lambda: nothing_left(thread))
+    assert len(batches) == 1 and not finished_ids(batches[0])
 
 
 def test_closing_ends_the_thread_and_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
