@@ -32,7 +32,7 @@ from assay.rollout import Collector
 from assay.rollout.stream import GroupStream, Ticket
 from assay.train.progress import RunState, Schedule, Stopping
 from assay.train.sources import OnPolicySource, PromptStream, SampledGroups, version_of
-from assay.types import Group, Prompt, Rollout, UserError
+from assay.types import Group, Prompt, UserError
 
 MAX_RESTARTS = 2  # of a group, before the learner waits for it
 QUARTERS = 4  # restarted sequences are counted by their length, in quarters of the limit
@@ -66,6 +66,10 @@ class SavedTicket:
         return cls(ticket.number, ticket.position, ticket.request.seed, ticket.version, ticket.restarts)
 
 
+class Interrupted(Exception):
+    """A stop request came while the learner waited for groups."""
+
+
 class AsyncSource(OnPolicySource):
     """Takes batches of the groups that another thread samples. See the description of this module."""
 
@@ -88,8 +92,8 @@ class AsyncSource(OnPolicySource):
         self._activity = Tally()
         self._unstarted: list[Ticket] = []  # of a resumed run
         self._next_number = 0
-        self._seen: Counter[str] = Counter()  # prompts started with the weights of version `_seen_version`
-        self._seen_version = -1
+        self._seen_version = -1  # `_seen` are the prompts that were started with the weights of this version
+        self._numbers: dict[int, int] = {}  # of the tickets of the batch, by the id of its groups
         self._idle_since = time.perf_counter()
         self._before: tuple[dict[str, Any], list[Group]] | None = None  # state at the start of an interrupted `next`
         self._loaded: list[Ticket] = []  # of the finished groups of a checkpoint
@@ -114,41 +118,19 @@ class AsyncSource(OnPolicySource):
         """
         self._before = self._state()
         self._restart_stale(state.step)
-        sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
-        batch: list[tuple[Ticket, Group]] = []
-        used: list[Rollout] = []
-        for _ in range(self.algo.sampling_rounds):
-            wanted = self.prompts_per_step - len(batch)
-            taken = self._take(wanted, state, len(used))
-            if taken is None:
-                return None
-            groups = [group for _, group in taken]
-            self.collector.check_verdicts(groups)
-            kept, dropped = self.algo.keep(groups)
-            if self.algo.needs.greedy_rollouts and kept:
-                baselines += self._sample_greedy_baselines(kept, state.step)
-            is_kept = set(map(id, kept))
-            batch += [pair for pair in taken if id(pair[1]) in is_kept]
-            sampled.dropped += dropped
-            batch.sort(key=lambda pair: pair[0].number)
-            sampled.groups = [group for _, group in batch]
-            used = [rollout for group in (*sampled.all_groups, *baselines) for rollout in group.rollouts]
-            complete = len(batch) == self.prompts_per_step or len(taken) < wanted
-            if complete or self.schedule.done(state, len(used)):
-                break
-        state.answers += len(used)
-        state.tokens += sum(rollout.length for rollout in used)
+        self._numbers.clear()
+        try:
+            sampled = self._fill_batch(state)
+        except Interrupted:
+            return None
+        sampled.groups.sort(key=lambda group: self._numbers[id(group)])
         self._start_groups(state)  # the engine goes on while the learner updates
-        sampled.long_prompts = self.prompts.rejected - rejected
-        self._measure(sampled, batch, state.step)
+        self._measure(sampled, state.step)
         self._before = None
         return sampled, state.answers, state.tokens, self.prompts.cursor
 
-    def _take(self, count: int, state: RunState, answers: int) -> list[tuple[Ticket, Group]] | None:
-        """Wait for `count` groups and take the oldest; fewer if the run needs no more. None if it is interrupted.
-
-        `answers`: those of the step so far.
-        """
+    def _take(self, count: int, state: RunState, answers: int) -> list[Group]:
+        """Wait for `count` groups and take the oldest; fewer if the run needs no more."""
         self._receive(wait=False)
         while self._needs_more(count, state.step):
             self._start_groups(state, count, answers)
@@ -158,11 +140,14 @@ class AsyncSource(OnPolicySource):
             if self.stopping is None:
                 self._receive()
             elif self.stopping.interruptible(self._receive) is None:
-                return None
+                raise Interrupted
             self._activity.waited_s += time.perf_counter() - started
         self._ready.sort(key=lambda pair: (pair[0].version, pair[0].number))
         taken, self._ready = self._ready[:count], self._ready[count:]
-        return sorted(taken, key=lambda pair: pair[0].number)
+        self._numbers |= {id(group): ticket.number for ticket, group in taken}
+        groups = sorted((group for _, group in taken), key=lambda group: self._numbers[id(group)])
+        self.collector.check_verdicts(groups)
+        return groups
 
     def _needs_more(self, count: int, step: int) -> bool:
         """Whether groups are missing, or a group must be waited for because it cannot be restarted again."""
@@ -241,12 +226,12 @@ class AsyncSource(OnPolicySource):
         self._running |= {ticket.number: ticket for ticket in tickets}
         self.stream.start(tickets)
 
-    def _measure(self, sampled: SampledGroups, batch: Sequence[tuple[Ticket, Group]], step: int) -> None:
+    def _measure(self, sampled: SampledGroups, step: int) -> None:
         """Set the metrics of a batch."""
         done, now = self._activity, time.perf_counter()
         self._activity = Tally(now)
         sampled.seconds, self.collector.seconds = dict(self.collector.seconds), {}
-        ages = [step - version_of(group) for _, group in batch]
+        ages = [step - version_of(group) for group in sampled.groups]
         elapsed = max(now - done.began, 1e-9)
         sampled.seconds["wait"] = done.waited_s
         sampled.metrics = {

@@ -16,7 +16,7 @@ from assay.runs.files import read_json, write_json
 from assay.runs.rollouts import read_rollouts, rollout_path, write_rollouts
 from assay.tasks.base import LazyPrompts
 from assay.train.progress import RunState, Schedule, Stopping
-from assay.types import Group, Prompt, UserError, plural
+from assay.types import Group, Prompt, Rollout, UserError, plural
 
 MAX_SHUFFLED = 1 << 24  # longer splits are generated: their prompts are independent, and are used in order
 
@@ -115,34 +115,45 @@ class OnPolicySource:
         self.params = sampling_params(cfg.sampling, cfg.train.samples)
         self.stopping = stopping
         self.cursor = prompts.cursor  # after the last complete step: an interrupted step is sampled again
+        self._seen: Counter[str] = Counter()  # prompts of this step
 
     def next(self, state: RunState) -> SampledGroups:
-        """Sample `train.prompts` groups. Dropped groups are replaced, for as many rounds as the algorithm allows."""
         if self.stopping:
             self.stopping.check()
         self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
         self.collector.seconds.clear()
+        self._seen = Counter()
+        sampled = self._fill_batch(state)
+        self.collector.engine.sleep()
+        sampled.seconds = dict(self.collector.seconds)
+        self.cursor = self.prompts.cursor
+        return sampled
+
+    def _fill_batch(self, state: RunState) -> SampledGroups:
+        """Take `train.prompts` groups. Dropped groups are replaced, for as many rounds as the algorithm allows."""
         sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
-        seen: Counter[str] = Counter()
+        answers: list[Rollout] = []
         for _ in range(self.algo.sampling_rounds):
-            accepted = self._next_accepted(self.prompts_per_step - len(sampled.groups), state.step)
-            prompts = [prompt for _, prompt in accepted]
-            judged = self.collector.collect(prompts, self.params, (self.seed, state.step), seen=seen)
-            kept, dropped = self.algo.keep(judged)
+            wanted = self.prompts_per_step - len(sampled.groups)
+            taken = self._take(wanted, state, len(answers))
+            kept, dropped = self.algo.keep(taken)
             if self.algo.needs.greedy_rollouts and kept:
                 baselines += self._sample_greedy_baselines(kept, state.step)
             sampled.groups += kept
             sampled.dropped += dropped
             answers = [rollout for group in (*sampled.all_groups, *baselines) for rollout in group.rollouts]
-            if len(sampled.groups) == self.prompts_per_step or self.schedule.done(state, len(answers)):
+            complete = len(kept) == wanted or len(taken) < wanted
+            if complete or self.schedule.done(state, len(answers)):
                 break
-        self.collector.engine.sleep()
-        sampled.seconds = dict(self.collector.seconds)
-        sampled.long_prompts = self.prompts.rejected - rejected
-        self.cursor = self.prompts.cursor
         state.answers += len(answers)
         state.tokens += sum(answer.length for answer in answers)
+        sampled.long_prompts = self.prompts.rejected - rejected
         return sampled
+
+    def _take(self, count: int, state: RunState, answers: int) -> list[Group]:
+        """Sample and judge `count` groups; fewer if the run needs no more. `answers`: those of the step so far."""
+        prompts = [prompt for _, prompt in self._next_accepted(count, state.step)]
+        return self.collector.collect(prompts, self.params, (self.seed, state.step), seen=self._seen)
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts of the train split, in the order of the run, whether the algorithm accepts them or not."""
