@@ -9,7 +9,7 @@ import re
 import runpy
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -86,8 +86,26 @@ def without_numbers(line: str) -> str:
     return " ".join(re.sub(r"[+-]?\d[\d.,]*(?:e-?\d+)?", "N", line).split())
 
 
-def every(items: list) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("item", items, ids=lambda item: f"{item[0].stem}:{str(item[1])[:50]}")
+Item = tuple[Path, str]  # a page, and a text in it
+
+
+def every(items: list[Item]) -> Callable[[Callable[[Item], None]], Callable[[], None]]:
+    """Turn the check of an item into a test of all items, which reports all failures together."""
+
+    def test_of(check: Callable[[Item], None]) -> Callable[[], None]:
+        def test() -> None:
+            failures = []
+            for item in items:
+                try:
+                    check(item)
+                except Exception as error:
+                    failures.append(f"{item[0].name}: {item[1][:80]}: {error}")
+            assert items and not failures, "\n".join(failures)
+
+        test.__name__ = check.__name__
+        return test
+
+    return test_of
 
 
 def test_all_pages_are_there() -> None:
@@ -95,7 +113,7 @@ def test_all_pages_are_there() -> None:
 
 
 @every([(page, shlex.join(words)) for page in PAGES for words in commands(page) + script_commands(page)])
-def test_commands_parse(item: tuple[Path, str]) -> None:
+def test_commands_parse(item: Item) -> None:
     check_command(shlex.split(item[1]))
 
 
@@ -110,12 +128,12 @@ def test_a_wrong_command_would_be_noticed(wrong: str) -> None:
 
 
 @every([(page, block) for page in PAGES for block in blocks(page, "toml")])
-def test_settings_exist(item: tuple[Path, str]) -> None:
+def test_settings_exist(item: Item) -> None:
     TrainConfig.model_validate(tomllib.loads(item[1]))
 
 
 @every([(page, block) for page in PAGES for block in blocks(page, "python")])
-def test_python_compiles(item: tuple[Path, str]) -> None:
+def test_python_compiles(item: Item) -> None:
     compile(item[1], item[0].name, "exec")
 
 
@@ -128,20 +146,19 @@ def anchors(page: Path) -> set[str]:
 
 
 @every([(page, link) for page in PAGES for link in LINK.findall(page.read_text())])
-def test_links_lead_somewhere(item: tuple[Path, str]) -> None:
+def test_links_lead_somewhere(item: Item) -> None:
     page, link = item
     if "://" in link:
         return
     file, _, anchor = link.partition("#")
     target = page.parent / file if file else page
-    assert target.exists(), f"{page.name} links to {link}"
-    assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+    assert target.exists(), "no such file"
+    assert not anchor or anchor in anchors(target), "no such heading"
 
 
 @every([(page, place) for page in PAGES for place in sorted(set(PLACE.findall(page.read_text())))])
-def test_paths_exist(item: tuple[Path, str]) -> None:
-    page, place = item
-    assert (ROOT / place).exists(), f"{page.name} names {place}"
+def test_paths_exist(item: Item) -> None:
+    assert (ROOT / item[1]).exists(), "no such path"
 
 
 @every(
@@ -152,11 +169,8 @@ def test_paths_exist(item: tuple[Path, str]) -> None:
         for name in sorted(set(re.findall(r"`(test_\w+)`", page.read_text())))
     ]
 )
-def test_named_tests_exist(item: tuple[Path, str]) -> None:
-    page, name = item
-    assert any(f"def {name}(" in file.read_text() for file in (ROOT / "tests").rglob("test_*.py")), (
-        f"{page.name}: {name}"
-    )
+def test_named_tests_exist(item: Item) -> None:
+    assert any(f"def {item[1]}(" in file.read_text() for file in (ROOT / "tests").rglob("test_*.py")), "no such test"
 
 
 PYTEST = re.compile(r"(?:^|`)(?:\.venv/bin/)?pytest (tests/[^`\n]*)", re.MULTILINE)
@@ -187,8 +201,8 @@ def selects_tests(words: list[str]) -> bool:
 
 
 @every([(page, command) for page in PAGES for command in PYTEST.findall(page.read_text())])
-def test_pytest_commands_select_tests(item: tuple[Path, str]) -> None:
-    assert selects_tests(shlex.split(item[1])), f"{item[0].name}: pytest {item[1]}"
+def test_pytest_commands_select_tests(item: Item) -> None:
+    assert selects_tests(shlex.split(item[1])), "selects nothing"
 
 
 @pytest.mark.parametrize(
