@@ -1,6 +1,6 @@
 """`assay report`: a run as one HTML file that needs no server, no network and no other file.
 
-Everything except curves and tokens is HTML that is written here, with all text escaped. The script gets its data from a
+Everything except curves and tokens is HTML, with all text escaped (`report_html`). The script gets its data from a
 JSON block, in which no character can end the block, and puts text into the page as text only. The content security
 policy allows this script and this style alone.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from assay.runs.curves import X_LABELS
 from assay.types import describe_error, hide_credentials
 from assay.web.data import RunView, plain
-from assay.web.report_html import ReportContent, accuracy_intervals, body, shown
+from assay.web.report_html import ReportContent, accuracy_intervals, page
 from assay.web.samples import ReportLimits, paired_facts, select_samples
 
 STATIC = Path(__file__).parent / "static"
@@ -74,17 +74,7 @@ def render(view: RunView, content: ReportContent, limits: ReportLimits, shortene
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    name = shown(content.detail["name"])
-    return (
-        "<!DOCTYPE html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="referrer" content="no-referrer">'
-        f"<title>{name} \u00b7 assay report</title><style>{style}</style></head>\n"
-        f'<body class="report">{body(content, samples, shortened)}\n'
-        f'<script type="application/json" id="data">{json_block(data)}</script>\n'
-        f"<script>{script}</script></body></html>\n"
-    )
+    return page(content, samples, shortened, policy=policy, style=style, data=json_block(data), script=script)
 
 
 # Scripts and data
