@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from assay.config import HttpConfig
+from assay.endpoint import key_of
 from assay.listen import is_loopback, limit_headers
 from assay.serve.app import make_app
 from assay.serve.bridge import EngineBridge
@@ -66,20 +66,8 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def read_key(variable: str) -> str:
-    """The API key in an environment variable."""
-    if not variable:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise UserError(f"the environment variable {variable} (http.api_key_env) has no API key: set it")
-    if not key.isascii():
-        raise UserError(f"the API key in {variable} has characters that HTTP headers cannot contain: use ASCII")
-    return key
-
-
 def access_of(cfg: HttpConfig, max_batch: int) -> AccessRules:
-    key = read_key(cfg.api_key_env)
+    key = key_of(cfg.api_key_env, "http")
     if not key and not is_loopback(cfg.host):
         raise UserError(
             f"everyone who reaches {cfg.host} could use the server: set an API key with --api-key-env NAME, "
