@@ -12,8 +12,8 @@ A client belongs to one event loop, whose thread also steps the engine (`EngineC
   with it the last bits of the results, then does not depend on the clock, and ranks that serve one model together make
   the same calls.
 - Otherwise the engine continues while tasks wait for something else, such as a slow environment.
-- `EngineClient.drive_in_thread`: another thread steps the engine, so that the event loop never waits for a step. A
-  server of HTTP works this way.
+- `EngineClient.driven_in_thread`: another thread steps the engine, so that the event loop never waits for a step. The
+  HTTP server works this way.
 
 `run_sync` runs a coroutine in the thread of the caller. A `ClientThread` has its own thread, so that the engine works
 while the caller does something else: in asynchronous training.
@@ -185,8 +185,9 @@ class EngineClient:
             self.after_step()
             await asyncio.sleep(0)
 
-    async def drive_in_thread(self) -> None:
-        """As `drive`, but not strict: a thread steps the engine, and the event loop gets all events of a step at once.
+    @contextmanager
+    def driven_in_thread(self) -> Iterator[None]:
+        """Until the block ends, a thread steps the engine; the event loop gets all events of a step at once.
 
         Requests that are submitted in the same iteration of the event loop reach an idle engine together.
         """
@@ -202,9 +203,8 @@ class EngineClient:
         thread = threading.Thread(target=serve, name="engine", daemon=True)
         thread.start()
         self._wake = lambda: loop.call_soon(work.set)
-        self._wake()  # requests may have been submitted before
         try:
-            await loop.create_future()  # until this is cancelled
+            yield
         finally:
             self.close()  # the thread may be waiting for events of its requests
             ended = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,11 @@ import uvicorn
 
 from assay.config import HttpConfig
 from assay.endpoint import key_of
+from assay.engine.base import Engine
+from assay.engine.client import EngineClient
 from assay.listen import is_loopback, limit_headers
 from assay.serve.app import make_app
-from assay.serve.bridge import EngineBridge
-from assay.serve.control import EngineControl, LocalPort
-from assay.serve.engine_thread import EngineThread
+from assay.serve.control import EngineControl
 from assay.serve.metrics import Metrics
 from assay.serve.protocol import RequestLimits, RequestParser
 from assay.serve.service import AccessRules, Service
@@ -89,14 +89,16 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def build_service(serving: Serving, info: dict[str, Any], metrics: Metrics | None = None) -> Service:
-    """`info`: of the engine, as `EngineControl.info` returns it."""
-    cfg = serving.cfg
-    limits = RequestLimits(info["max_length"], info["vocab_size"], cfg.max_prompt_tokens, cfg.max_samples)
+def build_service(
+    serving: Serving, client: EngineClient, call: Callable[..., Awaitable[Any]], metrics: Metrics | None = None
+) -> Service:
+    """`call`: of an `EngineControl`."""
+    cfg, info = serving.cfg, client.info
+    limits = RequestLimits(info.max_length, info.vocab_size, cfg.max_prompt_tokens, cfg.max_samples)
     parser = RequestParser(serving.renderer, limits, serving.name, serving.has_chat)
-    access = access_of(cfg, info["max_batch"])
+    access = access_of(cfg, info.max_batch)
     counters, renderer = metrics or Metrics(), serving.renderer
-    return Service(serving.name, access, counters, renderer=renderer, parser=parser, bridge=EngineBridge())
+    return Service(serving.name, access, counters, renderer=renderer, parser=parser, client=client, call=call)
 
 
 def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:
@@ -116,16 +118,13 @@ def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = n
     return HttpServer(config, on_ready)
 
 
-async def run_server(thread: EngineThread, serving: Serving, listener: socket.socket) -> None:
+async def run_server(engine: Engine, serving: Serving, listener: socket.socket) -> None:
     """Serve in this process until Ctrl-C or SIGTERM."""
-    control = EngineControl(thread)
-    service = build_service(serving, control.info())
-    port = LocalPort(control, service.bridge, asyncio.get_running_loop())
-    server = make_http_server(make_app(service), serving.cfg, serving.on_ready)
-    try:
+    client = EngineClient(engine, strict=False)
+    with closing(EngineControl(engine)) as control, client.driven_in_thread():
+        service = build_service(serving, client, control.call)
+        server = make_http_server(make_app(service), serving.cfg, serving.on_ready)
         await serve_until_stopped(server, listener, serving.on_stop)
-    finally:
-        port.close()
 
 
 async def serve_until_stopped(server: HttpServer, listener: socket.socket, on_stop: Callable[[], None]) -> None:
