@@ -27,12 +27,12 @@ class RunningSamples:
 
     def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
         self._futures: list[asyncio.Future[Completion]] = []
-        self._chunks: list[tuple[int, TokenChunk]] = []
-        self._arrived = asyncio.Event()
+        self._events: list[tuple[int, TokenChunk | Completion]] = []
+        self._waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for request in requests:
             self._futures += client.submit(request, partial(self._put, len(self._futures)))
         for future in self._futures:
-            future.add_done_callback(lambda _: self._arrived.set())
+            future.add_done_callback(self._wake)
         self._unfinished = dict(enumerate(self._futures))
 
     def __enter__(self) -> Self:
@@ -53,9 +53,9 @@ class RunningSamples:
         """New tokens and completions, at least one, with the index of their sample. Raises as `completions`."""
         events: list[tuple[int, TokenChunk | Completion]] = []
         while not events:
-            await self._arrived.wait()
-            self._arrived.clear()
-            events, self._chunks = [*self._chunks], []
+            await self._waiter
+            self._waiter = asyncio.get_running_loop().create_future()
+            events, self._events = self._events, []
             for index in [index for index, future in self._unfinished.items() if future.done()]:
                 try:
                     events.append((index, self._unfinished.pop(index).result()))
@@ -64,8 +64,12 @@ class RunningSamples:
         return events
 
     def _put(self, first: int, chunk: TokenChunk) -> None:
-        self._chunks.append((first + chunk.sample, chunk))
-        self._arrived.set()
+        self._events.append((first + chunk.sample, chunk))
+        self._wake()
+
+    def _wake(self, *_: object) -> None:
+        if not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 @asynccontextmanager
