@@ -12,7 +12,7 @@ import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,73 +53,61 @@ def shared_counters(descriptor: int, parts: int) -> Any:
 # -- in the engine's process
 
 
-class FrontendProcess:
-    """A frontend, as the engine's process sees it: its requests go through the client of this process."""
+class PipeServer:
+    """Serves the requests of a `PipeEngine` in another process through the client of this one."""
 
-    def __init__(self, client: EngineClient, control: EngineControl, setup: FrontendSetup) -> None:
-        self._client, self._control, self._setup = client, control, setup
-        self._futures: dict[int, list[asyncio.Future[Completion]]] = {}  # of unfinished requests, by their keys there
+    def __init__(self, client: EngineClient, control: EngineControl, pipe: LoopPipe) -> None:
+        self._client, self._control, self._pipe = client, control, pipe
+        self._futures: dict[int, list[asyncio.Future[Completion]]] = {}  # of unfinished requests, by their ids there
         self._calls: set[asyncio.Task[None]] = set()
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._child = ChildProcess(__name__, environment=environment, pass_fds=(setup.listener, setup.metrics))
-        process = self._child.process
-        assert process.stdin is not None and process.stdout is not None
-        self._pipe = LoopPipe(process.stdout, process.stdin)
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve its requests until it ends."""
-        await self._pipe.open()
-        self._pipe.send(self._setup)
+        """Handle messages until the other process ends. `on_ready`: called when it is ready."""
         with suppress(EOFError, OSError):
             while True:
-                for kind, *values in await self._pipe.receive():
-                    if kind == "add":
-                        self._add(*values)
-                    elif kind == "abort":
-                        self._abort(*values)
-                    elif kind == "call":
-                        call = asyncio.ensure_future(self._call(*values))
-                        self._calls.add(call)
-                        call.add_done_callback(self._calls.discard)
-                    else:
-                        on_ready()
+                self._handle(await self._pipe.receive(), on_ready)
 
-    def stop(self) -> None:
-        """Ask it to finish its requests and end."""
-        self._pipe.send(("stop",))
-
-    def close(self) -> str:
-        """Abort its requests, and kill it if it is running; returns how it ended."""
+    def close(self) -> None:
+        """Abort all requests."""
         self._abort(*self._futures)
-        self._pipe.close()
-        return self._child.close()
 
-    def _add(self, key: int, request: Request) -> None:
-        self._futures[key] = self._client.submit(request, partial(self._send_chunk, key))
-        for sample, future in enumerate(self._futures[key]):
-            future.add_done_callback(partial(self._send_result, key, sample))
+    def _handle(self, messages: Sequence[tuple[Any, ...]], on_ready: Callable[[], None]) -> None:
+        for kind, *values in messages:
+            if kind == "add":
+                self._add(*values)
+            elif kind == "abort":
+                self._abort(*values)
+            elif kind == "call":
+                call = asyncio.ensure_future(self._call(*values))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+            else:
+                on_ready()
+
+    def _add(self, request_id: int, request: Request) -> None:
+        futures = self._futures[request_id] = self._client.submit(request, partial(self._send_chunk, request_id))
+        for sample, future in enumerate(futures):
+            future.add_done_callback(partial(self._send_result, request_id, sample))
 
     def _abort(self, *ids: int | tuple[int, int]) -> None:
         for one in ids:
-            key, aborted = one if isinstance(one, tuple) else (one, None)
-            for sample, future in enumerate(self._futures.get(key, ())):
+            request_id, aborted = one if isinstance(one, tuple) else (one, None)
+            for sample, future in enumerate(self._futures.get(request_id, ())):
                 if aborted in (None, sample):
                     future.cancel()
 
-    def _send_chunk(self, key: int, chunk: TokenChunk) -> None:
-        self._pipe.send(("chunk", key, chunk.sample, chunk.token_ids, chunk.logprobs))
+    def _send_chunk(self, request_id: int, chunk: TokenChunk) -> None:
+        self._pipe.send(("chunk", request_id, chunk.sample, chunk.token_ids, chunk.logprobs))
 
-    def _send_result(self, key: int, sample: int, future: asyncio.Future[Completion]) -> None:
-        futures = self._futures.get(key, [])
-        if all(one.done() for one in futures):
-            self._futures.pop(key, None)
-        if not futures or future.cancelled():
+    def _send_result(self, request_id: int, sample: int, future: asyncio.Future[Completion]) -> None:
+        if all(one.done() for one in self._futures.get(request_id, ())):
+            self._futures.pop(request_id, None)
+        if future.cancelled():
             return
         if error := future.exception():
-            self._futures.pop(key, None)
-            self._pipe.send(("failed", key, failure(error).message))
+            self._pipe.send(("failed", request_id, failure(error).message))
         else:
-            self._pipe.send(("finished", key, sample, future.result()))
+            self._pipe.send(("finished", request_id, sample, future.result()))
 
     async def _call(self, number: int, name: str, args: tuple[Any, ...]) -> None:
         result, error = None, None
@@ -129,6 +117,34 @@ class FrontendProcess:
             own = isinstance(raised, UserError)
             error = UserError(str(raised)) if own else RuntimeError(describe_error(raised))
         self._pipe.send(("result", number, result, error))
+
+
+class FrontendProcess:
+    """A frontend, as the engine's process sees it."""
+
+    def __init__(self, client: EngineClient, control: EngineControl, setup: FrontendSetup) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._child = ChildProcess(__name__, environment=environment, pass_fds=(setup.listener, setup.metrics))
+        process = self._child.process
+        assert process.stdin is not None and process.stdout is not None
+        self._pipe, self._setup = LoopPipe(process.stdout, process.stdin), setup
+        self._server = PipeServer(client, control, self._pipe)
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Serve its requests until it ends."""
+        await self._pipe.open()
+        self._pipe.send(self._setup)
+        await self._server.run(on_ready)
+
+    def stop(self) -> None:
+        """Ask it to finish its requests and end."""
+        self._pipe.send(("stop",))
+
+    def close(self) -> str:
+        """Abort its requests, and kill it if it is running; returns how it ended."""
+        self._server.close()
+        self._pipe.close()
+        return self._child.close()
 
 
 def listeners_of(listener: socket.socket, number: int) -> list[socket.socket]:
@@ -209,14 +225,14 @@ class PipeEngine(Engine):
 
     def __init__(self, pipe: LoopPipe, info: EngineInfo) -> None:
         self.info, self._pipe = info, pipe
-        self._keys, self._calls = count(), count()
+        self._ids, self._calls = count(), count()
         self._events: list[Event] = []
         self._results: dict[int, asyncio.Future[Any]] = {}
 
     def add(self, request: Request) -> int:
-        key = next(self._keys)
-        self._pipe.send(("add", key, request))
-        return key
+        request_id = next(self._ids)
+        self._pipe.send(("add", request_id, request))
+        return request_id
 
     def step(self, wait: bool = True) -> list[Event]:
         events, self._events = self._events, []
@@ -242,15 +258,17 @@ class PipeEngine(Engine):
         """Handle messages until the engine's process ends."""
         with suppress(EOFError, OSError):
             while True:
-                for kind, *values in await self._pipe.receive():
-                    if kind in EVENTS:
-                        self._events.append(EVENTS[kind](*values))
-                    elif kind == "stop":
-                        on_stop()
-                    else:
-                        self._set_result(*values)
+                self._handle(await self._pipe.receive(), on_stop)
                 client.deliver(self.step())
-        os._exit(1)
+
+    def _handle(self, messages: Sequence[tuple[Any, ...]], on_stop: Callable[[], None]) -> None:
+        for kind, *values in messages:
+            if kind in EVENTS:
+                self._events.append(EVENTS[kind](*values))
+            elif kind == "stop":
+                on_stop()
+            else:
+                self._set_result(*values)
 
     def _set_result(self, number: int, result: Any, error: Exception | None) -> None:
         future = self._results.pop(number)
@@ -266,6 +284,7 @@ async def run_frontend(setup: FrontendSetup, pipe: LoopPipe) -> None:
     service = build_service(setup.serving, client, engine.call, metrics)
     server = make_http_server(make_app(service), setup.serving.cfg, on_ready=lambda: pipe.send(("ready",)))
     reading = asyncio.ensure_future(engine.run(client, server.stop))
+    reading.add_done_callback(lambda task: None if task.cancelled() else os._exit(1))  # the engine's process has ended
     await server.serve([socket.socket(fileno=setup.listener)])
     reading.cancel()
 
