@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         *("rollout", "evals", "runs", "memory"),
     },
 }
-ALLOWED["serve"] = {"types", "config", "process", "listen", "text", "rewards", "engine", "runs"}
+ALLOWED["serve"] = {"types", "config", "process", "endpoint", "listen", "text", "rewards", "engine", "runs"}
 ALLOWED["web"] = {"types", "listen", "text", "evals", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
 NO_TORCH = (

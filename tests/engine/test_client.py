@@ -8,7 +8,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -272,6 +272,90 @@ def test_a_thread_waits_without_requests_and_drops_them_when_it_is_closed(
     assert nothing_left(engine)
 
 
+def run_with_thread(engine: NativeEngine, work: Callable[[EngineClient], Coroutine[Any, Any, Any]]) -> Any:
+    """The result of a coroutine, while another thread steps the engine."""
+
+    async def run() -> Any:
+        client = EngineClient(engine, strict=False)
+        with client.driven_in_thread():
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def test_requests_of_one_iteration_reach_an_idle_engine_together(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, batches, step = generate(engine, requests_of(1)), list[int](), engine.step
+
+    def counted(wait: bool = True) -> list[Any]:
+        batches.append(len(engine.incoming))
+        return step(wait)
+
+    monkeypatch.setattr(engine, "step", counted)
+    assert run_with_thread(engine, lambda client: sampled(client, requests_of(1))) == expected
+    assert batches[0] == len(requests_of(1)) and nothing_left(engine)
+
+
+def test_the_event_loop_runs_while_a_thread_steps_the_engine(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is cancelled during the last step of all leaves nothing, too."""
+    step, running, cancelling = engine.step, threading.Event(), threading.Event()
+
+    def slow(wait: bool = True) -> list[Any]:
+        with engine.boundary.lock:  # as if the engine was computing: commands wait
+            events = step(wait)
+            running.set()
+            assert cancelling.wait(60)
+        return events
+
+    async def cancel(client: EngineClient) -> None:
+        futures = client.submit(Request([1, 2], replace(LONG, n=3), seed=1, stream=True))
+        while not running.is_set():
+            await asyncio.sleep(0.001)
+        for future in futures:
+            future.cancel()
+        await asyncio.sleep(0.01)
+        cancelling.set()
+        while not nothing_left(engine):
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(engine, "step", slow)
+    run_with_thread(engine, cancel)
+
+
+def test_an_exception_in_the_thread_reaches_all_requests_and_later_ones_are_served(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(engine, requests_of(1))
+
+    async def fail_once(client: EngineClient) -> tuple[list[Any], list[list[Completion]]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_iterate", lambda: (_ for _ in ()).throw(SystemExit("no GPU")))
+            futures = [future for request in requests_of(1) for future in client.submit(request)]
+            errors = await asyncio.gather(*futures, return_exceptions=True)
+        return errors, await sampled(client, requests_of(1))
+
+    errors, served = run_with_thread(engine, fail_once)
+    assert {str(error) for error in errors} == {"SystemExit: no GPU"}
+    assert_same_groups(model(), requests_of(1), served, expected)
+
+
+def test_a_thread_that_waits_keeps_no_completions_and_ends_with_the_driver(engine: NativeEngine) -> None:
+    async def leave(client: EngineClient) -> None:
+        before = objects(Completion)
+        await sampled(client, requests_of(1))
+        await asyncio.sleep(0.01)
+        assert objects(Completion) <= before
+        client.submit(Request([1], LONG, seed=0))
+        await asyncio.sleep(0.01)
+
+    threads = set(threading.enumerate())
+    run_with_thread(engine, leave)
+    assert nothing_left(engine) and set(threading.enumerate()) <= threads
+
+
 @pytest.mark.slow
 def test_nothing_accumulates_over_thousands_of_requests() -> None:
     """Requests with streaming, handles, errors, cancellations and weight updates, of several consumers."""
@@ -309,9 +393,9 @@ def test_nothing_accumulates_over_thousands_of_requests() -> None:
     assert counts[1] - counts[0] <= 20  # each round has 180 requests
 
 
-def objects() -> int:
+def objects(*kinds: type) -> int:
     gc.collect()
-    kinds = (Request, Completion, Finished, Failed, TokenChunk, asyncio.Future)
+    kinds = kinds or (Request, Completion, Finished, Failed, TokenChunk, asyncio.Future)
     return sum(type(one) in kinds for one in gc.get_objects())
 
 

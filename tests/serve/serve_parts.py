@@ -103,21 +103,18 @@ def serving(
     model: Decoder | None = None, http: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[RunningServer]:
     """A server in a thread of this process; `options`: of the engine."""
-
-    from assay.serve.engine_thread import EngineThread
-
     model, text = model or tiny_model(), renderer()
     options = {"device": "cpu", "dtype": torch.float32, "decode": text.decode} | options
     engine = make_engine("native", model, **options)
     cfg = HttpConfig(**{"port": 0, "drain_s": 5, "frontends": 0} | (http or {}))
     listener = bind(cfg.host, cfg.port)
-    engine_thread, ready = EngineThread(engine), threading.Event()
+    ready = threading.Event()
     loops: list[Any] = []
 
     async def run() -> None:
         task = asyncio.current_task()
         loops.append((asyncio.get_running_loop(), task))
-        await run_server(engine_thread, Serving(text, cfg, NAME, on_ready=ready.set), listener)
+        await run_server(engine, Serving(text, cfg, NAME, on_ready=ready.set), listener)
 
     def work() -> None:
         with suppress(asyncio.CancelledError):
@@ -133,7 +130,7 @@ def serving(
         loop.call_soon_threadsafe(task.cancel)
         thread.join(30)
         listener.close()
-        engine_thread.close()
+        engine.close()
 
 
 @contextmanager

@@ -258,3 +258,17 @@ def test_a_disconnected_client_frees_its_blocks(stream: bool) -> None:
         until(lambda: metric_of(server.url, "assay_kv_blocks_used") == 0)
         assert metric_of(server.url, "assay_running_sequences") == metric_of(server.url, "assay_active_samples") == 0
         assert 'assay_requests_total{endpoint="completions",status="499"} 1' in httpx.get(f"{server.url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_engine_fails_the_requests_in_flight_and_later_ones_are_served(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "n": 2, "stream": stream}
+    with serving() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine, "_iterate", lambda: 1 / 0)
+            answer = httpx.post(f"{server.api}/completions", json=body, timeout=60)
+            assert answer.status_code == 500 and "ZeroDivisionError" in answer.json()["error"]["message"]
+        assert httpx.post(f"{server.api}/completions", json=body, timeout=60).status_code == 200
+        assert metric_of(server.url, "assay_active_samples") == 0

@@ -10,7 +10,6 @@ from serve_parts import save_folder, tiny_model
 
 from assay.engine import make_engine
 from assay.serve.control import EngineControl, FolderWeights
-from assay.serve.engine_thread import EngineThread
 from assay.types import UserError
 
 
@@ -31,6 +30,6 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
 
 
 def test_the_load_counts_blocks_of_running_requests() -> None:
-    with EngineThread(make_engine("native", tiny_model(), device="cpu", dtype=torch.float32)) as thread:
-        load = EngineControl(thread).load()
-        assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0) and load.kv_blocks > 0
+    engine = make_engine("native", tiny_model(), device="cpu", dtype=torch.float32)
+    load = EngineControl(engine).load()
+    assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0) and load.kv_blocks > 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,18 +16,71 @@ import pytest
 import torch
 from serve_parts import byte_tokenizer, command, metric_of, renderer, save_folder, tiny_model, until
 
-from assay.engine import Request, SamplingParams, generate, make_engine
-from assay.engine.base import Failed, Finished, TokenChunk
+from assay.engine import EngineClient, NativeEngine, Request, SamplingParams, generate, make_engine
+from assay.engine.base import RequestError
+from assay.engine.client import cancelled
 from assay.listen import bind
-from assay.serve.frontend import from_record, listeners_of, shared_counters, to_record
+from assay.process.loop_pipe import LoopPipe
+from assay.serve.control import EngineControl
+from assay.serve.frontend import PipeEngine, PipeServer, listeners_of, shared_counters
 from assay.serve.metrics import SIZE, Metrics
-from assay.types import Completion, Finish, UserError
+from assay.serve.server import nothing
+from assay.types import UserError
 
 
-def test_events_are_the_same_after_the_pipe() -> None:
-    completion = Completion([1, 2], [0.5, 0.25], [0.5, 0.25], Finish.STOP, 3)
-    for event in (TokenChunk(7, 1, [1, 2], [0.5, 0.25]), Finished(7, 0, completion), Failed(7, "broken")):
-        assert from_record(to_record(event, 7)) == event
+@contextmanager
+def pipe_pair() -> Iterator[tuple[LoopPipe, LoopPipe]]:
+    (one_in, other_out), (other_in, one_out) = os.pipe(), os.pipe()
+    pipes = [
+        LoopPipe(os.fdopen(a, "rb", 0), os.fdopen(b, "wb", 0)) for a, b in ((one_in, one_out), (other_in, other_out))
+    ]
+    yield pipes[0], pipes[1]
+    for pipe in pipes:
+        pipe.close()
+
+
+async def through_pipes(engine: NativeEngine, work: Callable[[EngineClient, PipeEngine], Awaitable[None]]) -> None:
+    """Run `work` with a client on the other side of a pipe."""
+    inner = EngineClient(engine, strict=False)
+    with inner.driven_in_thread(), pipe_pair() as (near, far):
+        await near.open()
+        await far.open()
+        server, remote = PipeServer(inner, EngineControl(engine), near), PipeEngine(far, engine.info)
+        outer = EngineClient(remote, strict=False)
+        tasks = [asyncio.ensure_future(one) for one in (server.run(nothing), remote.run(outer, nothing))]
+        await asyncio.wait_for(work(outer, remote), timeout=60)
+        assert not server._futures
+        await cancelled(tasks)
+
+
+def test_a_client_behind_a_pipe_gets_the_same_and_its_cancellations_reach_the_engine() -> None:
+    engine = make_engine("native", tiny_model(0, 2048), device="cpu", dtype=torch.float32)
+    assert isinstance(engine, NativeEngine)
+    params = SamplingParams(n=3, max_new_tokens=6)
+    requests = [Request([1, 2, number], params, seed=number, stream=True) for number in range(4)]
+    expected = generate(engine, requests)
+
+    async def work(client: EngineClient, remote: PipeEngine) -> None:
+        chunks: list[list[int]] = [[] for _ in range(3)]
+        futures = [client.submit(requests[0], lambda chunk: chunks[chunk.sample].extend(chunk.token_ids))]
+        futures += [client.submit(request) for request in requests[1:]]
+        assert [list(await asyncio.gather(*own)) for own in futures] == expected
+        assert chunks == [one.token_ids for one in expected[0]]
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            await client.submit(Request([10**6], params, seed=0))[1]
+        assert await remote.call("fingerprint") == engine.fingerprint()
+        with pytest.raises(UserError, match="no safetensors"):
+            await remote.call("update_weights", {"transport": "folder", "path": "/nowhere"}, 1)
+        first, *others = client.submit(Request([1], SamplingParams(n=3, max_new_tokens=2000), seed=0))
+        first.cancel()  # one sample, then the whole request
+        while engine.load.running != 2:
+            await asyncio.sleep(0.001)
+        for future in others:
+            future.cancel()
+        while engine.load.running or engine.load.kv_blocks_used:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(through_pipes(engine, work))
 
 
 def test_counters_are_shared_between_processes(tmp_path: Path) -> None:

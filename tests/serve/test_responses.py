@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from serve_parts import NAME, byte_tokenizer, renderer
 
-from assay.engine.base import Finished, SamplingParams, TokenChunk
+from assay.engine.base import SamplingParams, TokenChunk
 from assay.serve.protocol import Generation
 from assay.serve.responses import DONE, AnswerWriter, StreamWriter, TokenTexts
 from assay.types import Completion, Finish
@@ -54,7 +54,7 @@ def test_chunks_join_to_the_text(chat: bool, detailed: bool) -> None:
     chunks = parsed(writer.opening())
     for token, logprob in zip(COMPLETION.token_ids, COMPLETION.engine_logprobs, strict=True):
         chunks += parsed(writer.chunk(0, TokenChunk(0, 0, [token], [logprob])))
-    chunks += parsed(writer.chunk(0, Finished(0, 0, COMPLETION)))
+    chunks += parsed(writer.chunk(0, COMPLETION))
     choices = [chunk["choices"][0] for chunk in chunks]
     texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
     assert "".join(texts) == TEXT and "\ufffd" not in "".join(texts)

@@ -19,7 +19,7 @@ from assay.types import UserError
 def test_only_loopback_may_be_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="set an API key with --api-key-env"):
         access_of(HttpConfig(host="0.0.0.0"), 1)
-    with pytest.raises(UserError, match=r"TEST_KEY .* has no API key"):
+    with pytest.raises(UserError, match="TEST_KEY is not set"):
         access_of(HttpConfig(api_key_env="TEST_KEY"), 1)
     monkeypatch.setenv("TEST_KEY", "secret")
     assert access_of(HttpConfig(host="0.0.0.0", api_key_env="TEST_KEY"), 1).api_key == "secret"

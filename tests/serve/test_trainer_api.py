@@ -131,6 +131,21 @@ def test_weights_are_replaced_from_a_folder(tmp_path: Path) -> None:
         assert event.completion.token_ids == expected.token_ids and event.completion.version == 3
 
 
+def test_weights_are_replaced_while_a_request_runs(tmp_path: Path) -> None:
+    model = tiny_model(0, 2048)
+    request = Request(PROMPT, SamplingParams(max_new_tokens=1500), seed=4, stream=True)
+    body = {"transport": "folder", "path": str(save_folder(model, tmp_path)), "version": 3}
+    with serving(model, http={"allow_updates": True}) as server, httpx.Client(timeout=60) as client:
+        url, fields = f"{server.url}/engine/generate", request_to_json(request)
+        with client.stream("POST", url, json=fields) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert httpx.post(f"{server.url}/engine/weights", json=body, timeout=60).status_code == 200
+            *_, last = (event_from_json(json.loads(line), 0) for line in lines)
+    assert isinstance(last, Finished)
+    assert [version for version, _ in last.completion.versions] == [0, 3]
+
+
 def test_web_pages_of_other_origins_cannot_change_the_engine(updatable: RunningServer) -> None:
     foreign = [{"Origin": "http://evil.example"}, {"Origin": "http://127.0.0.1:1"}, {"Sec-Fetch-Site": "cross-site"}]
     with httpx.Client(base_url=updatable.url, timeout=60) as client:

@@ -5,13 +5,15 @@
 
     completions = run_sync(sample(client), client)
 
-A client belongs to one event loop, whose thread also steps the engine (`EngineClient.drive`). Two kinds of drivers:
+A client belongs to one event loop, whose thread also steps the engine (`EngineClient.drive`). Kinds of drivers:
 
 - Strict: before each step of the engine, the driver waits until every task that `spawn` has started waits for the
   engine or has ended. Results are applied in the order of requests and samples. What the engine computes together, and
   with it the last bits of the results, then does not depend on the clock, and ranks that serve one model together make
   the same calls.
 - Otherwise the engine continues while tasks wait for something else, such as a slow environment.
+- `EngineClient.driven_in_thread`: another thread steps the engine, so that the event loop never waits for a step. The
+  HTTP server works this way.
 
 `run_sync` runs a coroutine in the thread of the caller. A `ClientThread` has its own thread, so that the engine works
 while the caller does something else: in asynchronous training.
@@ -20,6 +22,7 @@ while the caller does something else: in asynchronous training.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,7 +44,7 @@ from assay.engine.base import (
     gc_paused,
 )
 from assay.engine.outputs import handles_of
-from assay.types import Completion
+from assay.types import Completion, describe_error
 
 T = TypeVar("T")
 ANOTHER_CONSUMER = "another consumer's event: share an engine through one EngineClient"
@@ -76,7 +79,7 @@ class EngineClient:
         self._cancelled: set[int] = set()  # ids of requests that were cancelled since the last step
         self._awaited: set[asyncio.Future[Completion]] = set()  # by tasks that `spawn` has started
         self._busy = 0  # such tasks that do not wait for the engine
-        self._changed: asyncio.Event | None = None
+        self._wake: Callable[[], object] = lambda: None  # the driver
 
     @property
     def info(self) -> EngineInfo:
@@ -164,23 +167,63 @@ class EngineClient:
 
     async def drive(self) -> None:
         """Step the engine whenever there is work, until this is cancelled."""
-        self._changed = asyncio.Event()
+        changed = asyncio.Event()
+        self._wake = changed.set
         while True:
             while not self._submitted or (self.strict and self._busy):
-                self._changed.clear()
-                await self._changed.wait()
+                changed.clear()
+                await changed.wait()
             wait = not self.polls and not self._busy
             try:
                 events = self.engine.step(wait)
                 assert events or not wait, "the engine has no work left, but some requests are unfinished"
-                self._deliver(events)
+                if self.deliver(events):
+                    raise RuntimeError(ANOTHER_CONSUMER)
             except Exception as error:
                 self._fail_all(error)
             events = []  # a waiting driver must not keep completions alive
             self.after_step()
             await asyncio.sleep(0)
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    @contextmanager
+    def driven_in_thread(self) -> Iterator[None]:
+        """Until the block ends, a thread steps the engine; the event loop gets all events of a step at once.
+
+        Requests that are submitted in the same iteration of the event loop reach an idle engine together.
+        """
+        assert not self.strict
+        loop, work, ended = asyncio.get_running_loop(), threading.Event(), False
+
+        def serve() -> None:
+            while not ended:
+                work.wait()
+                work.clear()
+                self._step_until_idle(loop)
+
+        thread = threading.Thread(target=serve, name="engine", daemon=True)
+        thread.start()
+        self._wake = lambda: loop.call_soon(work.set)
+        try:
+            yield
+        finally:
+            self.close()  # the thread may be waiting for events of its requests
+            ended = True
+            work.set()
+            thread.join()
+
+    def _step_until_idle(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while events := self.engine.step():
+                loop.call_soon_threadsafe(self.deliver, events)
+        except BaseException as error:  # of any kind: no task may wait forever
+            failure = error if isinstance(error, Exception) else RuntimeError(describe_error(error))
+            loop.call_soon_threadsafe(self._fail_all, failure)
+
+    def deliver(self, events: Sequence[Event]) -> bool:
+        """Hand over events of the engine. Returns whether some belong to requests that this client has not submitted.
+
+        A thread that steps the engine may also take events of requests that are being cancelled.
+        """
         foreign = False
         finished: list[Finished] = []
         for event in events:
@@ -200,8 +243,7 @@ class EngineClient:
         self._cancelled.clear()
         for event in sorted(finished, key=lambda event: (event.request_id, event.sample)):
             self._finish(event)
-        if foreign:
-            raise RuntimeError(ANOTHER_CONSUMER)
+        return foreign
 
     def _finish(self, event: Finished) -> None:
         submitted, handle = self._submitted.get(event.request_id), event.completion.handle
@@ -233,7 +275,9 @@ class EngineClient:
         ids = list(self._submitted)
         for request_id in ids:
             self._fail(request_id, error)
-        self.engine.abort(ids)
+        if ids:
+            self.engine.abort(ids)
+            self._wake()
 
     def _settle(self, future: asyncio.Future[Completion]) -> None:
         """A task that awaits this future is going to continue."""
@@ -250,10 +294,7 @@ class EngineClient:
         if submitted.finished:
             del self._submitted[request_id]
             self.release([submitted.request.continues])
-
-    def _wake(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
+        self._wake()  # a thread may have missed the command during its last step
 
 
 def run_sync(work: Coroutine[Any, Any, T], *clients: EngineClient) -> T:

@@ -17,7 +17,7 @@ from typing import Any
 MAX_JSON = 16 << 20  # bytes per message
 
 _CHUNK = 1 << 16  # bytes per read: the capacity of a pipe
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -35,7 +35,7 @@ def send(descriptor: int, message: Any, deadline: float | None = None) -> None:
 
 def receive(descriptor: int) -> Any:
     """Return the next pickled message. Raises EOFError if the other end is closed."""
-    (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size))
+    (length,) = LENGTH.unpack(_read(descriptor, LENGTH.size))
     return pickle.loads(_read(descriptor, length))
 
 
@@ -63,7 +63,7 @@ class JsonReader:
 
         Raises EOFError if the other end is closed, TimeoutError at the deadline, BadMessage if it is malformed.
         """
-        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
+        (length,) = LENGTH.unpack(self._take(LENGTH.size, deadline))
         if length > limit:
             raise BadMessage(f"it announces {length} bytes")
         payload = self._take(length, deadline)
@@ -89,7 +89,7 @@ class JsonReader:
 
 
 def send_bytes(descriptor: int, payload: bytes, deadline: float | None = None) -> None:
-    rest = memoryview(_LENGTH.pack(len(payload)) + payload)
+    rest = memoryview(LENGTH.pack(len(payload)) + payload)
     while rest:
         if deadline is not None and not _wait_until_ready(descriptor, select.POLLOUT, deadline):
             raise TimeoutError

@@ -5,7 +5,6 @@ See `trainer_api` for those of our trainer, and `classify` for those of a classi
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
 from collections.abc import Sequence
@@ -18,14 +17,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from assay.engine.base import Failed, Finished
 from assay.listen import is_same_origin
 from assay.serve import metrics as names
-from assay.serve.bridge import Disconnected, Submission
 from assay.serve.metrics import CLOSED
 from assay.serve.protocol import ApiError, Generation, error_body
 from assay.serve.responses import AnswerWriter, StreamWriter, error_event
-from assay.serve.service import JSON, HttpService, Service, error_response, json_response, watch_connection
+from assay.serve.running import RunningSamples, until_disconnect
+from assay.serve.service import JSON, HttpService, Service, error_response, json_response
 from assay.serve.trainer_api import trainer_routes
 from assay.types import Completion
 
@@ -112,26 +110,13 @@ class GenerationResponse(Response):
         service, generation = self.service, self.generation
         with service.admitted(generation.samples):
             service.metrics.add(names.PROMPT_TOKENS, generation.prompt_tokens)
-            submission = service.bridge.submit(generation.requests())
-            watcher = asyncio.ensure_future(watch_connection(receive, submission))
-            try:
-                await (self._stream if generation.stream else self._whole)(submission, scope, receive, send)
+            async with until_disconnect(scope, receive):
+                with RunningSamples(service.client, generation.requests()) as samples:
+                    await (self._stream if generation.stream else self._whole)(samples, scope, receive, send)
                 service.metrics.observe(names.LATENCY, time.perf_counter() - self.started)
-            except Disconnected:
-                scope["assay.closed"] = True
-            finally:
-                watcher.cancel()
-                submission.close()
 
-    async def _whole(self, submission: Submission, scope: Any, receive: Any, send: Any) -> None:
-        service, samples = self.service, self.generation.params.n
-        completions: dict[int, Completion] = {}
-        while len(completions) < self.generation.samples:
-            for event in await submission.events():
-                if isinstance(event, Failed):
-                    raise ApiError(500, event.error)
-                if isinstance(event, Finished):
-                    completions[submission.indices[event.request_id] * samples + event.sample] = event.completion
+    async def _whole(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
+        service, completions = self.service, dict(enumerate(await samples.completions()))
         writer = AnswerWriter(self.generation, service.renderer, service.texts, service.model)
         body = writer.body(completions, await self._likely_tokens(completions))
         service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens)
@@ -146,26 +131,27 @@ class GenerationResponse(Response):
         pairs = zip(prompts, completions.values(), strict=True)
         sequences = [[*prompt, *completion.token_ids] for prompt, completion in pairs]
         temperature = generation.params.temperature or 1.0
-        call = self.service.bridge.port.call
-        found = await call("top_logprobs", sequences, [*map(len, prompts)], generation.top_logprobs, temperature)
+        starts = [*map(len, prompts)]
+        found = await self.service.call("top_logprobs", sequences, starts, generation.top_logprobs, temperature)
         return dict(zip(completions, found, strict=True))
 
-    async def _stream(self, submission: Submission, scope: Any, receive: Any, send: Any) -> None:
-        service, samples = self.service, self.generation.params.n
+    async def _stream(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
+        service = self.service
         writer = StreamWriter(self.generation, service.renderer, service.texts, service.model)
         started = False
         left, counted = self.generation.samples, 0
         while left:
             parts: list[str] = []
-            for event in await submission.events():
-                if isinstance(event, Failed):
-                    error = ApiError(500, event.error)
-                    if not started:
-                        raise error
-                    await send({"type": "http.response.body", "body": error_event(error.body), "more_body": False})
-                    return
-                left -= isinstance(event, Finished)
-                parts.append(writer.chunk(submission.indices[event.request_id] * samples + event.sample, event))
+            try:
+                events = await samples.events()
+            except ApiError as error:
+                if not started:
+                    raise
+                await send({"type": "http.response.body", "body": error_event(error.body), "more_body": False})
+                return
+            for index, event in events:
+                left -= isinstance(event, Completion)
+                parts.append(writer.chunk(index, event))
             if not started:
                 started = True
                 await self._start(send)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import Engine, EngineLoad, Request, TopLogprobs
+from assay.engine.base import Engine, EngineLoad
 from assay.engine.remote.server_side import shared_buffer, weights_of_buffer
-from assay.serve.bridge import EngineBridge
-from assay.serve.engine_thread import EngineThread
 from assay.types import UserError, describe_error
 
+CALLS = 4  # threads for calls of the engine that wait
 CHUNK_S = 60.0  # seconds after which an update without further weights is given up
 
 
@@ -95,16 +93,23 @@ class ChunkedUpdate:
 
 
 class EngineControl:
-    """Calls of the engine that wait for a step boundary. They run in threads of the engine's process."""
+    """Calls of the engine that are not requests. Those that wait for a step boundary run in threads."""
 
-    def __init__(self, thread: EngineThread) -> None:
-        self.thread = thread
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self._chunked: ChunkedUpdate | None = None
         self._updating = threading.Lock()
+        self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="engine-call")
 
-    @property
-    def engine(self) -> Engine:
-        return self.thread.engine
+    async def call(self, name: str, *args: Any) -> Any:
+        """Call a method of this object, or else of the engine."""
+        if name in ("load", "version", "info"):  # they do not wait for the engine
+            return getattr(self, name)()
+        method = self.update_weights if name == "update_weights" else getattr(self.engine, name)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, method, *args)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def load(self) -> EngineLoad:
         return self.engine.load
@@ -119,14 +124,6 @@ class EngineControl:
         dtype = str(info.dtype).removeprefix("torch.")
         gpu = str(torch.cuda.get_device_properties(info.device).uuid) if info.device.type == "cuda" else ""
         return {"version": info.version, **sizes, "dtype": dtype, "gpu": gpu, "capabilities": capabilities}
-
-    def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-        return self.engine.score(sequences, temperature)
-
-    def top_logprobs(
-        self, sequences: list[list[int]], starts: list[int], count: int, temperature: float
-    ) -> list[TopLogprobs]:
-        return self.engine.top_logprobs(sequences, starts, count, temperature)
 
     def update_weights(self, source: dict[str, Any], version: int) -> None:
         """`source`: a folder, or one chunk of weights in GPU memory; without either, the chunks are complete."""
@@ -146,48 +143,3 @@ class EngineControl:
                 raise
             if source["chunk"] is None:
                 self._chunked = None
-
-    def fingerprint(self) -> str | None:
-        return self.engine.fingerprint()
-
-    def digests(self) -> dict[str, str] | None:
-        return self.engine.digests()
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        self.engine.wake()
-
-    def reset_prefix_cache(self) -> None:
-        self.engine.reset_prefix_cache()
-
-
-class LocalPort:
-    """The engine in this process. Its thread hands all events of a step to the event loop at once."""
-
-    def __init__(self, control: EngineControl, bridge: EngineBridge, loop: asyncio.AbstractEventLoop) -> None:
-        self._control, self._loop = control, loop
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="engine-call")
-        self._client = control.thread.connect(lambda events: self._post(bridge.receive, events))
-        bridge.port = self
-
-    def add(self, requests: Sequence[Request]) -> list[int]:
-        return self._client.add(requests)
-
-    def abort(self, ids: Iterable[int]) -> None:
-        self._client.abort(ids)
-
-    async def call(self, name: str, *args: Any) -> Any:
-        method = getattr(self._control, name)
-        if name in ("load", "version", "info"):  # they do not wait for the engine
-            return method(*args)
-        return await self._loop.run_in_executor(self._threads, method, *args)
-
-    def close(self) -> None:
-        self._client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _post(self, function: Callable[[Any], None], events: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for events any more
-            self._loop.call_soon_threadsafe(function, events)

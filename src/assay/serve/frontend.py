@@ -10,31 +10,28 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import queue
-import signal
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
-from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk
-from assay.process.messages import receive, send
+from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, TokenChunk, WeightSource
+from assay.engine.client import EngineClient
+from assay.process.loop_pipe import LoopPipe
+from assay.process.messages import receive
 from assay.process.spawn import ChildProcess, ignore_stop_signals, take_pipes
 from assay.serve.app import make_app
-from assay.serve.bridge import EngineBridge
 from assay.serve.control import EngineControl
-from assay.serve.engine_thread import EngineThread
 from assay.serve.metrics import SIZE, Metrics
+from assay.serve.running import failure
 from assay.serve.server import STOP_SIGNALS, Serving, build_service, make_http_server, nothing, run_server
-from assay.types import UserError, describe_error
+from assay.types import Completion, UserError, describe_error
 
-CALLS = 4  # threads for calls of the engine that wait
-
-Record = tuple[Any, ...]  # an event as a tuple, which is pickled faster than a dataclass
+EVENTS = {"chunk": TokenChunk, "finished": Finished, "failed": Failed}  # by the kinds of their messages
 
 
 @dataclass
@@ -42,25 +39,11 @@ class FrontendSetup:
     """What a frontend needs to serve."""
 
     serving: Serving
-    info: dict[str, Any]  # of the engine
+    info: EngineInfo
     listener: int  # descriptor of its listening socket
     metrics: int  # descriptor of the shared counters
     part: int  # index of this frontend
     parts: int
-
-
-def to_record(event: Event, key: int) -> Record:
-    if isinstance(event, TokenChunk):
-        return key, event.sample, event.token_ids, event.logprobs
-    if isinstance(event, Finished):
-        return key, event.sample, event.completion
-    return key, event.error
-
-
-def from_record(record: Record) -> Event:
-    if len(record) == 4:
-        return TokenChunk(*record)
-    return Finished(*record) if len(record) == 3 else Failed(*record)
 
 
 def shared_counters(descriptor: int, parts: int) -> Any:
@@ -70,103 +53,98 @@ def shared_counters(descriptor: int, parts: int) -> Any:
 # -- in the engine's process
 
 
+class PipeServer:
+    """Serves the requests of a `PipeEngine` in another process through the client of this one."""
+
+    def __init__(self, client: EngineClient, control: EngineControl, pipe: LoopPipe) -> None:
+        self._client, self._control, self._pipe = client, control, pipe
+        self._futures: dict[int, list[asyncio.Future[Completion]]] = {}  # of unfinished requests, by their ids there
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Handle messages until the other process ends. `on_ready`: called when it is ready."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._handle(await self._pipe.receive(), on_ready)
+
+    def close(self) -> None:
+        """Abort all requests."""
+        self._abort(*self._futures)
+
+    def _handle(self, messages: Sequence[tuple[Any, ...]], on_ready: Callable[[], None]) -> None:
+        for kind, *values in messages:
+            if kind == "add":
+                self._add(*values)
+            elif kind == "abort":
+                self._abort(*values)
+            elif kind == "call":
+                call = asyncio.ensure_future(self._call(*values))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+            else:
+                on_ready()
+
+    def _add(self, request_id: int, request: Request) -> None:
+        futures = self._futures[request_id] = self._client.submit(request, partial(self._send_chunk, request_id))
+        for sample, future in enumerate(futures):
+            future.add_done_callback(partial(self._send_result, request_id, sample))
+
+    def _abort(self, *ids: int | tuple[int, int]) -> None:
+        for one in ids:
+            request_id, aborted = one if isinstance(one, tuple) else (one, None)
+            for sample, future in enumerate(self._futures.get(request_id, ())):
+                if aborted in (None, sample):
+                    future.cancel()
+
+    def _send_chunk(self, request_id: int, chunk: TokenChunk) -> None:
+        self._pipe.send(("chunk", request_id, chunk.sample, chunk.token_ids, chunk.logprobs))
+
+    def _send_result(self, request_id: int, sample: int, future: asyncio.Future[Completion]) -> None:
+        if all(one.done() for one in self._futures.get(request_id, ())):
+            self._futures.pop(request_id, None)
+        if future.cancelled():
+            return
+        if error := future.exception():
+            self._pipe.send(("failed", request_id, failure(error).message))
+        else:
+            self._pipe.send(("finished", request_id, sample, future.result()))
+
+    async def _call(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+        result, error = None, None
+        try:
+            result = await self._control.call(name, *args)
+        except Exception as raised:
+            own = isinstance(raised, UserError)
+            error = UserError(str(raised)) if own else RuntimeError(describe_error(raised))
+        self._pipe.send(("result", number, result, error))
+
+
 class FrontendProcess:
     """A frontend, as the engine's process sees it."""
 
-    def __init__(self, control: EngineControl, setup: FrontendSetup, report: Callable[[str, int], None]) -> None:
-        """`report`: called with "ready" and with how the process ended, and the index of the frontend."""
-        self.part, self._report = setup.part, report
-        self._control = control
-        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._keys: dict[int, int] = {}  # the frontend's key by request id
-        self._ids: dict[int, int] = {}  # the reverse
-        self._unfinished: dict[int, int] = {}  # number of samples by key
-        self._lock = threading.Lock()  # guards the three above
-        self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="engine-call")
+    def __init__(self, client: EngineClient, control: EngineControl, setup: FrontendSetup) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        fds = (setup.listener, setup.metrics)
-        self._child = ChildProcess(__name__, environment=environment, pass_fds=fds)
-        self._client = control.thread.connect(self._on_events)
-        self._child.send(setup)
-        for work in (self._read, self._write):
-            threading.Thread(target=work, name=f"frontend-{setup.part}", daemon=True).start()
+        self._child = ChildProcess(__name__, environment=environment, pass_fds=(setup.listener, setup.metrics))
+        process = self._child.process
+        assert process.stdin is not None and process.stdout is not None
+        self._pipe, self._setup = LoopPipe(process.stdout, process.stdin), setup
+        self._server = PipeServer(client, control, self._pipe)
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Serve its requests until it ends."""
+        await self._pipe.open()
+        self._pipe.send(self._setup)
+        await self._server.run(on_ready)
 
     def stop(self) -> None:
         """Ask it to finish its requests and end."""
-        self._outgoing.put(("stop", None))
+        self._pipe.send(("stop",))
 
     def close(self) -> str:
-        """Kill it if it is running; returns how it ended."""
-        self._client.close()
-        self._outgoing.put(None)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Abort its requests, and kill it if it is running; returns how it ended."""
+        self._server.close()
+        self._pipe.close()
         return self._child.close()
-
-    def _on_events(self, events: Sequence[Event]) -> None:
-        """Called by the engine's thread after each step."""
-        with self._lock:
-            records = [to_record(event, self._key_of(event)) for event in events if event.request_id in self._keys]
-        self._outgoing.put(("events", records))
-
-    def _key_of(self, event: Event) -> int:
-        """The frontend's key of the event's request, which is forgotten with its last event."""
-        key = self._keys[event.request_id]
-        if not isinstance(event, TokenChunk):
-            self._unfinished[key] -= self._unfinished[key] if isinstance(event, Failed) else 1
-            if not self._unfinished[key]:
-                self._forget(key)
-        return key
-
-    def _forget(self, key: int) -> int | None:
-        """Forget a request; returns its id, or None if it is finished."""
-        request_id = self._ids.pop(key, None)
-        if request_id is not None:
-            del self._keys[request_id], self._unfinished[key]
-        return request_id
-
-    def _read(self) -> None:
-        try:
-            while True:
-                kind, value = self._child.receive()
-                if kind == "add":
-                    self._add(*value)
-                elif kind == "abort":
-                    with self._lock:
-                        ids = [self._forget(key) for key in value]
-                    self._client.abort(one for one in ids if one is not None)
-                elif kind == "call":
-                    self._threads.submit(self._call, *value)
-                else:
-                    self._report(kind, self.part)
-        except (EOFError, OSError, RuntimeError):  # it has ended, or the engine is closed
-            self._report("ended", self.part)
-
-    def _add(self, keys: Sequence[int], requests: Sequence[Request]) -> None:
-        with self._lock:  # until the ids are known, because events may arrive immediately
-            for key, request, request_id in zip(keys, requests, self._client.add(requests), strict=True):
-                self._keys[request_id], self._ids[key] = key, request_id
-                self._unfinished[key] = max(request.params.n, 1)
-
-    def _call(self, number: int, name: str, args: Sequence[Any]) -> None:
-        try:
-            self._outgoing.put(("result", (number, getattr(self._control, name)(*args), None)))
-        except UserError as error:
-            self._outgoing.put(("result", (number, None, UserError(str(error)))))
-        except Exception as error:
-            self._outgoing.put(("result", (number, None, RuntimeError(describe_error(error)))))
-
-    def _write(self) -> None:
-        """Send messages; those that have arrived meanwhile are sent together."""
-        while (first := self._outgoing.get()) is not None:
-            messages = [first]
-            while not self._outgoing.empty():
-                messages.append(self._outgoing.get())
-            try:
-                self._child.send([message for message in messages if message is not None])
-            except (OSError, ValueError):  # it has ended
-                return
-            if messages[-1] is None:
-                return
 
 
 def listeners_of(listener: socket.socket, number: int) -> list[socket.socket]:
@@ -188,140 +166,131 @@ def listeners_of(listener: socket.socket, number: int) -> list[socket.socket]:
 
 def serve(engine: Engine, serving: Serving, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM; must be called in the main thread."""
-    thread = EngineThread(engine)
+    run = run_with_frontends if serving.cfg.frontends else run_server
     try:
-        if serving.cfg.frontends:
-            serve_with_frontends(thread, serving, listener)
-        else:
-            asyncio.run(run_server(thread, serving, listener))
+        asyncio.run(run(engine, serving, listener))
     finally:
         listener.close()
-        thread.close()
+        engine.close()
 
 
-def serve_with_frontends(thread: EngineThread, serving: Serving, listener: socket.socket) -> None:
-    number = serving.cfg.frontends
-    messages: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-    listeners = listeners_of(listener, number)
-    frontends: list[FrontendProcess] = []
-    control = EngineControl(thread)
-    info, plain = control.info(), replace(serving, on_ready=nothing, on_stop=nothing)
-    before = {one: signal.signal(one, lambda *_: messages.put(("stop", -1))) for one in STOP_SIGNALS}
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.truncate(8 * SIZE * number)
-            for part, own in enumerate(listeners):
-                setup = FrontendSetup(plain, info, own.fileno(), file.fileno(), part, number)
-                frontends.append(FrontendProcess(control, setup, lambda kind, one: messages.put((kind, one))))
-            wait_for_end(messages, frontends, serving)
-    finally:
-        for own in listeners:
-            own.close()
-        for frontend in frontends:
-            frontend.close()
-        for one, handler in before.items():
-            signal.signal(one, handler)
+async def run_with_frontends(engine: Engine, serving: Serving, listener: socket.socket) -> None:
+    number, plain = serving.cfg.frontends, replace(serving, on_ready=nothing, on_stop=nothing)
+    client = EngineClient(engine, strict=False)
+    with ExitStack() as stack:
+        control = stack.enter_context(closing(EngineControl(engine)))
+        listeners = [stack.enter_context(own) for own in listeners_of(listener, number)]
+        counters = stack.enter_context(tempfile.TemporaryFile())
+        counters.truncate(8 * SIZE * number)
+        stack.enter_context(client.driven_in_thread())
+        frontends: list[FrontendProcess] = []
+        for part, own in enumerate(listeners):
+            setup = FrontendSetup(plain, engine.info, own.fileno(), counters.fileno(), part, number)
+            frontends.append(FrontendProcess(client, control, setup))
+            stack.callback(frontends[-1].close)
+        await run_until_stopped(frontends, serving)
 
 
-def wait_for_end(
-    messages: queue.SimpleQueue[tuple[str, int]], frontends: Sequence[FrontendProcess], serving: Serving
-) -> None:
+async def run_until_stopped(frontends: list[FrontendProcess], serving: Serving) -> None:
     """Until all frontends have ended after a signal, or a second signal."""
-    ready = ended = 0
-    stopping = False
-    while ended < len(frontends):
-        kind, part = messages.get()
-        if kind == "ready":
-            ready += 1
-            if ready == len(frontends):
-                serving.on_ready()
-        elif kind == "ended":
-            ended += 1
-            if not stopping:
-                reason = frontends[part].close()
-                raise UserError(f"a process that handles HTTP has ended ({reason}): see the lines above; start again")
-        elif stopping:
-            return
-        else:
-            stopping = True
-            serving.on_stop()
-            for frontend in frontends:
-                frontend.stop()
+    loop, signals, ready = asyncio.get_running_loop(), asyncio.Queue[None](), count(1)
+    for one in STOP_SIGNALS:
+        loop.add_signal_handler(one, signals.put_nowait, None)
+
+    def on_ready() -> None:
+        if next(ready) == len(frontends):
+            serving.on_ready()
+
+    running = [asyncio.ensure_future(frontend.run(on_ready)) for frontend in frontends]
+    stop = asyncio.ensure_future(signals.get())
+    await asyncio.wait([stop, *running], return_when=asyncio.FIRST_COMPLETED)
+    if not stop.done():
+        ended = next(index for index, task in enumerate(running) if task.done())
+        running[ended].result()
+        reason = frontends[ended].close()
+        raise UserError(f"a process that handles HTTP has ended ({reason}): see the lines above; start again")
+    serving.on_stop()
+    for frontend in frontends:
+        frontend.stop()
+    stop = asyncio.ensure_future(signals.get())
+    all_ended: asyncio.Future[Any] = asyncio.gather(*running)
+    await asyncio.wait({stop, all_ended}, return_when=asyncio.FIRST_COMPLETED)
 
 
 # -- in a frontend
 
 
-class RemotePort:
-    """The engine in another process."""
+class PipeEngine(Engine):
+    """The engine in another process, for an `EngineClient` without a driver: `run` delivers the events."""
 
-    def __init__(self, bridge: EngineBridge, loop: asyncio.AbstractEventLoop, incoming: int, outgoing: int) -> None:
-        self._bridge, self._loop = bridge, loop
-        self._incoming, self._outgoing = incoming, outgoing
-        self._keys, self._calls = count(), count()
+    def __init__(self, pipe: LoopPipe, info: EngineInfo) -> None:
+        self.info, self._pipe = info, pipe
+        self._ids, self._calls = count(), count()
+        self._events: list[Event] = []
         self._results: dict[int, asyncio.Future[Any]] = {}
-        self.on_stop: Callable[[], None] = lambda: None
-        bridge.port = self
 
-    def start(self) -> None:
-        threading.Thread(target=self._read, name="engine-events", daemon=True).start()
-        self._send("ready", None)
+    def add(self, request: Request) -> int:
+        request_id = next(self._ids)
+        self._pipe.send(("add", request_id, request))
+        return request_id
 
-    def add(self, requests: Sequence[Request]) -> list[int]:
-        keys = [next(self._keys) for _ in requests]
-        self._send("add", (keys, requests))
-        return keys
+    def step(self, wait: bool = True) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
-    def abort(self, ids: Iterable[int]) -> None:
-        self._send("abort", list(ids))
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        self._pipe.send(("abort", *ids))
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        raise NotImplementedError("use `call`")
+
+    def close(self) -> None:
+        self._pipe.close()
 
     async def call(self, name: str, *args: Any) -> Any:
+        """As `EngineControl.call`."""
         number = next(self._calls)
-        self._results[number] = self._loop.create_future()
-        self._send("call", (number, name, args))
+        self._results[number] = asyncio.get_running_loop().create_future()
+        self._pipe.send(("call", number, name, args))
         return await self._results[number]
 
-    def _send(self, kind: str, value: Any) -> None:
-        send(self._outgoing, (kind, value))
-
-    def _read(self) -> None:
-        try:
+    async def run(self, client: EngineClient, on_stop: Callable[[], None]) -> None:
+        """Handle messages until the engine's process ends."""
+        with suppress(EOFError, OSError):
             while True:
-                messages = receive(self._incoming)
-                self._loop.call_soon_threadsafe(self._handle, messages)
-        except (EOFError, OSError):  # the engine's process has ended
-            os._exit(1)
-        except RuntimeError:  # the loop is closed
-            return
+                self._handle(await self._pipe.receive(), on_stop)
+                client.deliver(self.step())
 
-    def _handle(self, messages: Sequence[tuple[str, Any]]) -> None:
-        for kind, value in messages:
-            if kind == "events":
-                self._bridge.receive(map(from_record, value))
+    def _handle(self, messages: Sequence[tuple[Any, ...]], on_stop: Callable[[], None]) -> None:
+        for kind, *values in messages:
+            if kind in EVENTS:
+                self._events.append(EVENTS[kind](*values))
             elif kind == "stop":
-                self.on_stop()
+                on_stop()
             else:
-                number, result, error = value
-                future = self._results.pop(number)
-                if future.cancelled():
-                    continue
-                if error is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(error)
+                self._set_result(*values)
+
+    def _set_result(self, number: int, result: Any, error: Exception | None) -> None:
+        future = self._results.pop(number)
+        if not future.cancelled():
+            future.set_result(result) if error is None else future.set_exception(error)
 
 
-async def run_frontend(setup: FrontendSetup, incoming: int, outgoing: int) -> None:
+async def run_frontend(setup: FrontendSetup, pipe: LoopPipe) -> None:
+    await pipe.open()
+    engine = PipeEngine(pipe, setup.info)
+    client = EngineClient(engine, strict=False)
     metrics = Metrics(shared_counters(setup.metrics, setup.parts), setup.part)
-    service = build_service(setup.serving, setup.info, metrics)
-    port = RemotePort(service.bridge, asyncio.get_running_loop(), incoming, outgoing)
-    server = make_http_server(make_app(service), setup.serving.cfg, on_ready=port.start)
-    port.on_stop = server.stop
+    service = build_service(setup.serving, client, engine.call, metrics)
+    server = make_http_server(make_app(service), setup.serving.cfg, on_ready=lambda: pipe.send(("ready",)))
+    reading = asyncio.ensure_future(engine.run(client, server.stop))
+    reading.add_done_callback(lambda task: None if task.cancelled() else os._exit(1))  # the engine's process has ended
     await server.serve([socket.socket(fileno=setup.listener)])
+    reading.cancel()
 
 
 def main() -> None:
     incoming, outgoing = take_pipes()
     ignore_stop_signals()
-    asyncio.run(run_frontend(receive(incoming), incoming, outgoing))
-    os._exit(0)  # the reading thread still waits
+    (setup,) = receive(incoming)
+    asyncio.run(run_frontend(setup, LoopPipe(os.fdopen(incoming, "rb", 0), os.fdopen(outgoing, "wb", 0))))

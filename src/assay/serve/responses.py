@@ -13,7 +13,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from assay.engine.base import Event, Finished, TokenChunk
+from assay.engine.base import TokenChunk
 from assay.serve.protocol import Generation
 from assay.text import Renderer
 from assay.text.stream import REPLACEMENT, TextStream, text_before_stop
@@ -163,7 +163,7 @@ class StreamWriter(AnswerWriter):
             for index in range(self.generation.samples)
         )
 
-    def chunk(self, index: int, event: Event) -> str:
+    def chunk(self, index: int, event: TokenChunk | Completion) -> str:
         """The chunk of new tokens, or of the end, of one choice; empty if there is nothing to send yet."""
         if isinstance(event, TokenChunk):
             self.sampled_tokens += len(event.token_ids)
@@ -171,9 +171,8 @@ class StreamWriter(AnswerWriter):
             if self._plain:
                 return f"{self._starts[index]}{quoted(text)}{self._continues}" if text else ""
             return self._detailed(index, text, event.token_ids, event.logprobs)
-        assert isinstance(event, Finished)
         text = self._streams[index].finish()
-        finish = f'{self._close},"logprobs":null,"finish_reason":"{event.completion.finish.value}"}}]{self._end}'
+        finish = f'{self._close},"logprobs":null,"finish_reason":"{event.finish.value}"}}]{self._end}'
         return f"{self._starts[index]}{quoted(text)}{finish}"
 
     def closing(self) -> bytes:

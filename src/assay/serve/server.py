@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 
 from assay.config import HttpConfig
+from assay.endpoint import key_of
+from assay.engine.base import Engine
+from assay.engine.client import EngineClient
 from assay.listen import is_loopback, limit_headers
 from assay.serve.app import make_app
-from assay.serve.bridge import EngineBridge
-from assay.serve.control import EngineControl, LocalPort
-from assay.serve.engine_thread import EngineThread
+from assay.serve.control import EngineControl
 from assay.serve.metrics import Metrics
 from assay.serve.protocol import RequestLimits, RequestParser
 from assay.serve.service import AccessRules, Service
@@ -66,20 +66,8 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def read_key(variable: str) -> str:
-    """The API key in an environment variable."""
-    if not variable:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise UserError(f"the environment variable {variable} (http.api_key_env) has no API key: set it")
-    if not key.isascii():
-        raise UserError(f"the API key in {variable} has characters that HTTP headers cannot contain: use ASCII")
-    return key
-
-
 def access_of(cfg: HttpConfig, max_batch: int) -> AccessRules:
-    key = read_key(cfg.api_key_env)
+    key = key_of(cfg.api_key_env, "http")
     if not key and not is_loopback(cfg.host):
         raise UserError(
             f"everyone who reaches {cfg.host} could use the server: set an API key with --api-key-env NAME, "
@@ -101,14 +89,16 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def build_service(serving: Serving, info: dict[str, Any], metrics: Metrics | None = None) -> Service:
-    """`info`: of the engine, as `EngineControl.info` returns it."""
-    cfg = serving.cfg
-    limits = RequestLimits(info["max_length"], info["vocab_size"], cfg.max_prompt_tokens, cfg.max_samples)
+def build_service(
+    serving: Serving, client: EngineClient, call: Callable[..., Awaitable[Any]], metrics: Metrics | None = None
+) -> Service:
+    """`call`: of an `EngineControl`."""
+    cfg, info = serving.cfg, client.info
+    limits = RequestLimits(info.max_length, info.vocab_size, cfg.max_prompt_tokens, cfg.max_samples)
     parser = RequestParser(serving.renderer, limits, serving.name, serving.has_chat)
-    access = access_of(cfg, info["max_batch"])
+    access = access_of(cfg, info.max_batch)
     counters, renderer = metrics or Metrics(), serving.renderer
-    return Service(serving.name, access, counters, renderer=renderer, parser=parser, bridge=EngineBridge())
+    return Service(serving.name, access, counters, renderer=renderer, parser=parser, client=client, call=call)
 
 
 def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:
@@ -128,16 +118,13 @@ def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = n
     return HttpServer(config, on_ready)
 
 
-async def run_server(thread: EngineThread, serving: Serving, listener: socket.socket) -> None:
+async def run_server(engine: Engine, serving: Serving, listener: socket.socket) -> None:
     """Serve in this process until Ctrl-C or SIGTERM."""
-    control = EngineControl(thread)
-    service = build_service(serving, control.info())
-    port = LocalPort(control, service.bridge, asyncio.get_running_loop())
-    server = make_http_server(make_app(service), serving.cfg, serving.on_ready)
-    try:
+    client = EngineClient(engine, strict=False)
+    with closing(EngineControl(engine)) as control, client.driven_in_thread():
+        service = build_service(serving, client, control.call)
+        server = make_http_server(make_app(service), serving.cfg, serving.on_ready)
         await serve_until_stopped(server, listener, serving.on_stop)
-    finally:
-        port.close()
 
 
 async def serve_until_stopped(server: HttpServer, listener: socket.socket, on_stop: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from assay.engine.base import EngineLoad
+from assay.engine.client import EngineClient
 from assay.serve import metrics as names
-from assay.serve.bridge import EngineBridge, RequestBatches, Submission
 from assay.serve.metrics import CLOSED, Metrics
 from assay.serve.protocol import ApiError, RequestParser, parse_object
 from assay.serve.responses import TokenTexts
+from assay.serve.running import RequestBatches
 from assay.text import Renderer
 
 JSON = "application/json"
@@ -109,18 +110,19 @@ class Service(HttpService):
 
     renderer: Renderer
     parser: RequestParser
-    bridge: EngineBridge
+    client: EngineClient
+    call: Callable[..., Awaitable[Any]]  # of `EngineControl`
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.renderer)
-        self.batches = RequestBatches(self.bridge)
+        self.batches = RequestBatches()
 
     @property
     def max_length(self) -> int:
         return self.parser.limits.max_length
 
     async def state(self) -> tuple[EngineLoad, int]:
-        return await self.bridge.port.call("load"), await self.bridge.port.call("version")
+        return await self.call("load"), await self.call("version")
 
 
 def json_response(tree: Any) -> Response:
@@ -132,9 +134,3 @@ def error_response(error: ApiError) -> Response:
     if error.status in (408, 413):  # the rest of the body is not read
         headers["Connection"] = "close"
     return Response(error.body, error.status, headers, media_type=JSON)
-
-
-async def watch_connection(receive: Any, submission: Submission) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    submission.disconnect()

@@ -5,7 +5,6 @@ All but scores are enabled by `http.allow_updates`, because they change what is 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -14,13 +13,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from assay.engine.base import Failed, Finished, Request
+from assay.engine.base import Event, Failed, Finished, Request, TokenChunk
 from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
 from assay.serve import metrics as names
-from assay.serve.bridge import Disconnected
 from assay.serve.protocol import ApiError, Fields
-from assay.serve.service import Service, json_response, watch_connection
-from assay.types import UserError
+from assay.serve.running import RunningSamples, until_disconnect
+from assay.serve.service import Service, json_response
+from assay.types import Completion, UserError
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 Batch = list[Any]  # its name, the index of the request, the number of requests
@@ -66,35 +65,36 @@ class EventStream(Response):
         self.service, self.request, self.batch = service, request, batch
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        left, metrics = max(self.request.params.n, 1), self.service.metrics
-        with self.service.admitted(left):
-            metrics.add(names.PROMPT_TOKENS, len(self.request.prompt_ids))
-            if self.batch is None or self.service.access.frontends:
-                submission = self.service.bridge.submit([self.request])
-            else:
-                submission = await self.service.batches.submit(self.request, *self.batch)
-            watcher = asyncio.ensure_future(watch_connection(receive, submission))
-            headers = [(b"content-type", NDJSON)]
+        service, samples = self.service, max(self.request.params.n, 1)
+        with service.admitted(samples):
+            service.metrics.add(names.PROMPT_TOKENS, len(self.request.prompt_ids))
+            async with until_disconnect(scope, receive):
+                if self.batch is not None and not service.access.frontends:
+                    await service.batches.join(*self.batch)
+                with RunningSamples(service.client, [self.request]) as running:
+                    await self._send_events(running, samples, send)
+
+    async def _send_events(self, running: RunningSamples, left: int, send: Any) -> None:
+        headers = [(b"content-type", NDJSON)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        events: list[Event]
+        while left:
             try:
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                while left > 0:
-                    events = await submission.events()
-                    left -= sum(left if isinstance(event, Failed) else isinstance(event, Finished) for event in events)
-                    finished = [event.completion for event in events if isinstance(event, Finished)]
-                    metrics.add(names.SAMPLED_TOKENS, sum(len(one.token_ids) for one in finished))
-                    body = "".join(f"{json.dumps(event_to_json(event))}\n" for event in events).encode()
-                    await send({"type": "http.response.body", "body": body, "more_body": left > 0})
-            except Disconnected:
-                scope["assay.closed"] = True
-            finally:
-                watcher.cancel()
-                submission.close()
+                new = await running.events()
+                events = [one if isinstance(one, TokenChunk) else Finished(0, sample, one) for sample, one in new]
+                finished = [one for _, one in new if isinstance(one, Completion)]
+                left -= len(finished)
+                self.service.metrics.add(names.SAMPLED_TOKENS, sum(len(one.token_ids) for one in finished))
+            except ApiError as error:
+                events, left = [Failed(0, error.message)], 0
+            body = "".join(f"{json.dumps(event_to_json(event))}\n" for event in events).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": left > 0})
 
 
 def trainer_routes(service: Service) -> list[Route]:
     async def call(name: str, *args: Any) -> Any:
         try:
-            return await service.bridge.port.call(name, *args)
+            return await service.call(name, *args)
         except UserError as error:
             raise ApiError(400, str(error)) from None
 

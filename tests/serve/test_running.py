@@ -1,0 +1,162 @@
+"""RunningSamples of HTTP requests: events, aborts after a disconnect, failures, and requests that start together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from serve_parts import tiny_model
+
+from assay.engine import EngineClient, NativeEngine, Request, SamplingParams, TokenChunk, generate, make_engine
+from assay.serve.protocol import ApiError
+from assay.serve.running import RequestBatches, RunningSamples, until_disconnect
+from assay.types import Completion
+
+SHORT, LONG = SamplingParams(n=2, max_new_tokens=5), SamplingParams(n=2, max_new_tokens=2000)
+
+
+@pytest.fixture
+def engine() -> NativeEngine:
+    engine = make_engine("native", tiny_model(0, 2048), device="cpu", dtype=torch.float32)
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def run_with(engine: NativeEngine, work: Callable[[EngineClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        client = EngineClient(engine, strict=False)
+        with client.driven_in_thread():
+            await asyncio.wait_for(work(client), timeout=60)
+
+    asyncio.run(run())
+
+
+async def until_idle(engine: NativeEngine) -> None:
+    while engine.load.running or engine.load.waiting or engine.load.kv_blocks_used:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_events_are_the_tokens_and_completions_of_all_samples(engine: NativeEngine, stream: bool) -> None:
+    requests = [Request([1, 2, number], SHORT, seed=number, stream=stream) for number in range(3)]
+    expected = [completion for group in generate(engine, requests) for completion in group]
+
+    async def read(client: EngineClient) -> None:
+        tokens: list[list[int]] = [[] for _ in expected]
+        completions: dict[int, Completion] = {}
+        with RunningSamples(client, requests) as samples:
+            while len(completions) < len(expected):
+                for index, event in await samples.events():
+                    assert index not in completions
+                    if isinstance(event, TokenChunk):
+                        tokens[index] += event.token_ids
+                    else:
+                        completions[index] = event
+        assert [completions[index] for index in range(len(expected))] == expected
+        assert tokens == [one.token_ids if stream else [] for one in expected]
+        with RunningSamples(client, requests) as samples:
+            assert await samples.completions() == expected
+
+    run_with(engine, read)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_disconnect_cancels_the_block_and_frees_the_engine(engine: NativeEngine, whole: bool) -> None:
+    async def leave(client: EngineClient) -> None:
+        scope: dict[str, Any] = {}
+
+        async def receive() -> dict[str, str]:
+            while not engine.load.running:
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
+
+        async with until_disconnect(scope, receive):
+            with RunningSamples(client, [Request([1, seed], LONG, seed) for seed in range(2)]) as samples:
+                await (samples.completions() if whole else samples.events())
+            raise AssertionError("the block was not cancelled")
+        assert scope["assay.closed"]
+        await until_idle(engine)
+
+    run_with(engine, leave)
+
+
+def test_a_cancelled_handler_of_a_connected_client_is_not_taken_for_a_disconnect(engine: NativeEngine) -> None:
+    async def handler(client: EngineClient) -> None:
+        async with until_disconnect({}, asyncio.Event().wait):
+            with RunningSamples(client, [Request([1], LONG, seed=0)]) as samples:
+                await samples.events()
+
+    async def stop(client: EngineClient) -> None:
+        task = asyncio.ensure_future(handler(client))
+        while not engine.load.running:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until_idle(engine)
+
+    run_with(engine, stop)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_failures_say_whose_they_are(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    async def ask(client: EngineClient, token: int) -> None:
+        with RunningSamples(client, [Request([token], SHORT, 0)]) as samples:
+            await (samples.completions() if whole else samples.events())
+
+    async def fail(client: EngineClient) -> None:
+        with pytest.raises(ApiError, match="outside the vocabulary"):
+            await ask(client, 10**6)
+        monkeypatch.setattr(engine, "_iterate", lambda: 1 / 0)
+        with pytest.raises(ApiError, match="the engine failed: ZeroDivisionError"):
+            await ask(client, 1)
+
+    run_with(engine, fail)
+
+
+def test_a_batch_reaches_an_idle_engine_together_and_in_order(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, step = list[list[int]](), engine.step
+
+    def recorded(wait: bool = True) -> list[Any]:
+        batches.append([request.seed for _, request in engine.incoming])
+        return step(wait)
+
+    monkeypatch.setattr(engine, "step", recorded)
+
+    async def submit(client: EngineClient) -> None:
+        joined = RequestBatches()
+
+        async def handler(index: int) -> None:
+            await joined.join("a", index, 3)
+            with RunningSamples(client, [Request([1, index], SHORT, seed=index)]) as samples:
+                await samples.completions()
+
+        await asyncio.gather(*map(handler, (2, 0, 1)))
+
+    run_with(engine, submit)
+    assert batches[0] == [0, 1, 2]
+
+
+def test_a_duplicate_in_a_batch_is_rejected_and_an_incomplete_batch_starts_after_a_while() -> None:
+    async def run() -> None:
+        batches, started = RequestBatches(timeout_s=0.05), list[int]()
+
+        async def handler(index: int) -> None:
+            await batches.join("a", index, 3)
+            started.append(index)
+
+        waiting = [asyncio.ensure_future(handler(index)) for index in (1, 0)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="already waiting") as raised:
+            await batches.join("a", 0, 3)
+        assert raised.value.status == 409 and not started
+        await asyncio.gather(*waiting)
+        assert started == [0, 1]
+        await handler(2)  # too late: it starts alone
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
