@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol, Self, TypeVar
 
+from assay.awaiting import resolve
 from assay.config import EvalConfig, SamplingConfig
 from assay.engine.base import CountReport, Engine, Request, RequestError, SampleCounter, SamplingParams
 from assay.engine.client import ClientThread, EngineClient, run_sync
@@ -81,7 +82,7 @@ class Collector:
             self.judge.close()
         finally:
             if self.env is not None:
-                self.env.close()
+                resolve(self.env.close())
 
     def collect(
         self,

@@ -6,12 +6,15 @@ A group without an environment consists of single completions.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from inspect import isawaitable
 from typing import Any, Protocol
 
+from assay.awaiting import awaited, is_async
 from assay.engine.base import Request, RequestError, SampleCounter
 from assay.engine.client import EngineClient, ReceiveChunk
 from assay.envs.base import Env, Step, error_step, run_with_timeout, warn_after
@@ -27,21 +30,24 @@ class Stepper:
     """Steps environments: actions that are passed at the same time together, or each action in a thread.
 
     Threads are used if `threads` is not 0 and the environment declares itself slow. A long step then does not delay
-    others, and the order of results depends on the clock. A step that exceeds the time limit is abandoned and ends its
-    episode with an error. Without a limit, a long step is reported and waited for.
+    others, and the order of results depends on the clock. Steps that are `async` run concurrently without threads;
+    `strict`: their results are applied in the order of the actions, when all that were passed together are done.
+    A step that exceeds the time limit is abandoned and ends its episode with an error. Without a limit, a long step is
+    reported and waited for.
     """
 
-    def __init__(self, env: Env, threads: int, seconds: float = 0.0) -> None:
-        self.env = env
+    def __init__(self, env: Env, threads: int, seconds: float = 0.0, strict: bool = True) -> None:
+        self.env, self.strict, self.is_async = env, strict, is_async(env.step)
         self.seconds = max(seconds, MIN_STEP_S) if seconds else 0.0
-        self.pool = ThreadPoolExecutor(threads, "assay-env") if threads and env.slow else None
+        slow = threads and env.slow and not self.is_async
+        self.pool = ThreadPoolExecutor(threads, "assay-env") if slow else None
         self._pending: list[tuple[Env, str, asyncio.Future[Step]]] = []
 
     async def step(self, env: Env, action: str) -> Step:
         loop = asyncio.get_running_loop()
         if self.pool is not None:
             (step,) = await loop.run_in_executor(self.pool, self._steps, [env], [action])
-            return step
+            return await self._awaited(step)
         future: asyncio.Future[Step] = loop.create_future()
         self._pending.append((env, action, future))
         if len(self._pending) == 1:
@@ -51,37 +57,77 @@ class Stepper:
     def _step_pending(self) -> None:
         pending = [one for one in self._pending if not one[2].cancelled()]
         self._pending = []
+        futures = [future for _, _, future in pending]
         try:
             steps = self._steps([env for env, _, _ in pending], [action for _, action, _ in pending])
         except Exception as error:
-            for _, _, future in pending:
+            for future in futures:
                 future.set_exception(error)
                 future.exception()  # retrieved: the group of the first one raises it
             return
-        for (_, _, future), step in zip(pending, steps, strict=True):
-            future.set_result(step)
+        if not any(map(isawaitable, steps)):
+            set_results(futures, steps)
+            return
+        tasks = [asyncio.ensure_future(self._awaited(step)) for step in steps]
+        for future, task in zip(futures, tasks, strict=True):
+            future.add_done_callback(partial(lambda task, _: task.cancel(), task))  # the episode is cancelled
+        for part in [slice(None)] if self.strict else [slice(i, i + 1) for i in range(len(tasks))]:
+            all_done = asyncio.gather(*tasks[part], return_exceptions=True)
+            all_done.add_done_callback(partial(set_gathered, futures[part]))
 
-    def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
+    def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Any]:
+        if self.is_async:
+            return self.env.step_all(envs, actions)
         if not self.seconds:
             what = "a step" if len(envs) == 1 else f"a step of {len(envs)} episodes"
-            running = f"{self.env.name}: {what} has been running for {REPORT_S:g} s"
-            with warn_after(REPORT_S, f"{running}; set env.max_seconds to abandon such steps"):
+            with warn_after(REPORT_S, self._report(what)):
                 return self.env.step_all(envs, actions)
         if self.env.slow and len(envs) > 1:
             with ThreadPoolExecutor(LIMITED_STEPS, "assay-env") as pool:
                 return list(pool.map(self._limited, envs, actions))
         return [self._limited(env, action) for env, action in zip(envs, actions, strict=True)]
 
-    def _limited(self, env: Env, action: str) -> Step:
+    def _limited(self, env: Env, action: str) -> Any:
         try:
             return run_with_timeout(self.seconds, lambda: self.env.step_all([env], [action])[0])
         except TimeoutError as error:
             return error_step(error)
 
+    async def _awaited(self, step: Any) -> Step:
+        """The result of a step that may have to be awaited, within the time limit."""
+        if not isawaitable(step):
+            return step
+        running = asyncio.ensure_future(awaited(step))
+        try:
+            done, _ = await asyncio.wait([running], timeout=self.seconds or REPORT_S)
+            if not done and self.seconds:
+                return error_step(TimeoutError(f"took longer than {self.seconds:g} s"))
+            if not done:
+                warnings.warn(self._report("a step"), stacklevel=2)
+            return await running
+        except Exception as error:
+            return error_step(error)
+        finally:
+            running.cancel()
+
+    def _report(self, what: str) -> str:
+        running = f"{self.env.name}: {what} has been running for {REPORT_S:g} s"
+        return f"{running}; set env.max_seconds to abandon such steps"
+
     def close(self) -> None:
         """Cancel pending steps. Running steps finish in the background, and their results are ignored."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def set_gathered(futures: Sequence[asyncio.Future[Step]], steps: asyncio.Future[list[Any]]) -> None:
+    set_results(futures, steps.result())
+
+
+def set_results(futures: Sequence[asyncio.Future[Step]], steps: Sequence[Any]) -> None:
+    for future, step in zip(futures, steps, strict=True):
+        if not future.done():
+            future.set_result(step)
 
 
 class Listener(Protocol):
@@ -159,7 +205,7 @@ class GroupPlayer:
     ) -> None:
         """`rules`: None for single completions. `threads`: for steps of slow environments."""
         self.client, self.rules, self.counter = client, rules, counter or SampleCounter(None)
-        self.stepper = Stepper(rules.env, threads, rules.limits.seconds) if rules is not None else None
+        self.stepper = Stepper(rules.env, threads, rules.limits.seconds, client.strict) if rules is not None else None
         self._active = 0  # episodes that have started and are not over
         self._waiting: deque[GroupInPlay] = deque()
 
@@ -194,7 +240,7 @@ class GroupPlayer:
             self._waiting.popleft()
 
     def _start_episodes(self, rules: EpisodeRules, group: GroupInPlay) -> None:
-        group.episodes, request = rules.start_episodes(group.prompt, group.request)
+        group.episodes, request = rules.new_episodes(group.prompt, group.request)
         self._active += len(group.episodes)
         group.turns = self.client.submit(request, self._receiver(group))
         group.watch([self.client.spawn(self._play(rules, group, sample)) for sample in range(len(group.episodes))])
@@ -204,6 +250,7 @@ class GroupPlayer:
     async def _play(self, rules: EpisodeRules, group: GroupInPlay, sample: int) -> None:
         assert self.stepper is not None
         episode = group.episodes[sample]
+        await awaited(episode.env.start(episode.prompt))
         while not episode.over:
             if episode.turns:
                 (group.turns[sample],) = self.client.submit(rules.next_request(episode), self._receiver(group, sample))
