@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": {"types", "config", "process", "model_files"},
     "rewards": {"types", "config", "process", "endpoint", "awaiting", "model_files"},
     "tasks": {"types", "config", "awaiting", "memory", "rewards"},
-    "envs": {"types", "config", "process", "endpoint", "awaiting", "text", "rewards", "tasks"},
+    "envs": {"types", "config", "process", "awaiting", "text", "rewards", "tasks"},
     "models": {"types", "config", "mesh", "memory", "model_files"},
     "algos": {"types", "config", "mesh"},
     "engine": {"types", "config", "process", "mesh", "endpoint", "models"},
