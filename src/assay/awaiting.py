@@ -86,6 +86,8 @@ def attempt(
     """Return what `call` returns; if it raises one of the errors, at once or when awaited, what `on_error` returns."""
     try:
         result = call()
+    except KeyboardInterrupt:
+        raise
     except errors as error:
         return on_error(error)
     if not isawaitable(result):
@@ -101,6 +103,8 @@ def attempt(
             if task is None or task.cancelling():
                 raise
             outcome = on_error(error)  # raised by the user's code itself
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
         except errors as error:
             outcome = on_error(error)
         return await outcome if isawaitable(outcome) else outcome
