@@ -360,8 +360,8 @@ def test_async_steps_run_concurrently_without_threads(where: str) -> None:
     env = Waiting(24)
     env.slow = where == "slow"
     part = collector(env, Limits(step_tokens=1, seconds=60.0), max_batch=24)
-    prompts, params, threads = Chatter().prompts("train")[:8], replace(PARAMS, n=3), set()
-    thread = ClientThread(part.engine)
+    prompts, params = Chatter().prompts("train")[:8], replace(PARAMS, n=3)
+    thread, before, threads = ClientThread(part.engine), set(threading.enumerate()), set()
     env.step_all = lambda *given: (threads.update(threading.enumerate()), Chatter.step_all(env, *given))[1]  # type: ignore[method-assign]
 
     async def cell() -> list[Group]:  # of a notebook
@@ -372,7 +372,7 @@ def test_async_steps_run_concurrently_without_threads(where: str) -> None:
     groups = asyncio.run(cell()) if where == "loop" else part.collect(prompts, params, (1, 1))
     thread.close()
     assert Status.ERROR not in {r.verdict.status for r in rollouts(groups) if r.verdict}
-    assert not [name for one in threads if "assay-env" in (name := one.name)]
+    assert not [one for one in threads - before if one.name == "assay-env"]
     assert_nothing_left(part)
 
 

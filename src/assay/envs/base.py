@@ -7,6 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -346,30 +347,32 @@ def check_attributes(env: Env) -> Env:
     return env
 
 
-def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns; raise TimeoutError after `seconds` (0: no limit).
+def run_in_thread(work: Callable[[], T]) -> Future[T]:
+    """Start work in a thread of its own.
 
     A thread cannot be killed: one that hangs is abandoned, and does not prevent the program from exiting.
     """
-    if not seconds:
-        return work()
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = Thread(target=run, name="assay-limited", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    Thread(target=run, name="assay-env", daemon=True).start()
+    return future
+
+
+def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
+    """Return what `work` returns; raise TimeoutError after `seconds` (0: no limit)."""
+    if not seconds:
+        return work()
+    future = run_in_thread(work)
+    if not wait([future], seconds).done:
         raise TimeoutError(f"took longer than {seconds:g} s")
-    return results[0]
+    return future.result()
 
 
 @contextmanager

@@ -9,45 +9,42 @@ import asyncio
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import isawaitable
 from typing import Any, Protocol
 
-from assay.awaiting import awaited, is_async
+from assay.awaiting import awaited, is_async, resolve, submit
 from assay.engine.base import Request, RequestError, SampleCounter
 from assay.engine.client import EngineClient, ReceiveChunk
-from assay.envs.base import Env, Step, error_step, run_with_timeout, warn_after
+from assay.envs.base import Env, Step, error_step, run_in_thread, warn_after
 from assay.rollout.episodes import Episode, EpisodeRules
 from assay.types import Completion, Finish, Prompt
 
 MIN_STEP_S = 1.0  # shortest time limit of a step, even if the limit of an episode is shorter
 REPORT_S = 60.0  # a step without a time limit is reported after this time
-LIMITED_STEPS = 8  # concurrent steps of a slow environment with a time limit
+STEP_THREADS = 8  # for steps of slow environments
 
 
 class Stepper:
-    """Steps environments: actions that are passed at the same time together, or each action in a thread.
+    """Steps environments: actions that are passed at the same time together.
 
-    Threads are used if `threads` is not 0 and the environment declares itself slow. A long step then does not delay
-    others, and the order of results depends on the clock. Steps that are `async` run concurrently without threads;
-    `strict`: their results are applied in the order of the actions, when all that were passed together are done.
+    Steps of `async` environments are awaited concurrently. Steps of a slow environment run in threads, unless `strict`,
+    and so do steps with a time limit. `strict`: results are applied in the order of the actions, when all steps that
+    began together have ended. Otherwise a long step does not delay others, and the order depends on the clock.
+
     A step that exceeds the time limit is abandoned and ends its episode with an error. Without a limit, a long step is
     reported and waited for.
     """
 
-    def __init__(self, env: Env, threads: int, seconds: float = 0.0, strict: bool = True) -> None:
-        self.env, self.strict, self.is_async = env, strict, is_async(env.step)
+    def __init__(self, env: Env, seconds: float = 0.0, strict: bool = True) -> None:
+        self.env, self.strict = env, strict
         self.seconds = max(seconds, MIN_STEP_S) if seconds else 0.0
-        slow = threads and env.slow and not self.is_async
-        self.pool = ThreadPoolExecutor(threads, "assay-env") if slow else None
+        self.in_threads = not is_async(env.step) and bool(seconds or (env.slow and not strict))
+        self._slots = asyncio.Semaphore(STEP_THREADS if env.slow else 1)
         self._pending: list[tuple[Env, str, asyncio.Future[Step]]] = []
 
     async def step(self, env: Env, action: str) -> Step:
         loop = asyncio.get_running_loop()
-        if self.pool is not None:
-            (step,) = await loop.run_in_executor(self.pool, self._steps, [env], [action])
-            return await self._awaited(step)
         future: asyncio.Future[Step] = loop.create_future()
         self._pending.append((env, action, future))
         if len(self._pending) == 1:
@@ -59,12 +56,9 @@ class Stepper:
         self._pending = []
         futures = [future for _, _, future in pending]
         try:
-            steps = self._steps([env for env, _, _ in pending], [action for _, action, _ in pending])
+            steps = self._begin([env for env, _, _ in pending], [action for _, action, _ in pending])
         except Exception as error:
-            for future in futures:
-                future.set_exception(error)
-                future.exception()  # retrieved: the group of the first one raises it
-            return
+            steps = [error] * len(pending)
         if not any(map(isawaitable, steps)):
             set_results(futures, steps)
             return
@@ -72,61 +66,52 @@ class Stepper:
         for future, task in zip(futures, tasks, strict=True):
             future.add_done_callback(partial(lambda task, _: task.cancel(), task))  # the episode is cancelled
         for part in [slice(None)] if self.strict else [slice(i, i + 1) for i in range(len(tasks))]:
-            all_done = asyncio.gather(*tasks[part], return_exceptions=True)
-            all_done.add_done_callback(partial(set_gathered, futures[part]))
+            ended = asyncio.gather(*tasks[part], return_exceptions=True)
+            ended.add_done_callback(partial(lambda futures, ended: set_results(futures, ended.result()), futures[part]))
 
-    def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Any]:
-        if self.is_async:
+    def _begin(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Any]:
+        """Steps, or awaitables of them."""
+        if self.in_threads:
+            return [self._in_thread(env, action) for env, action in zip(envs, actions, strict=True)]
+        with warn_after(REPORT_S, self._report("a step" if len(envs) == 1 else f"a step of {len(envs)} episodes")):
             return self.env.step_all(envs, actions)
-        if not self.seconds:
-            what = "a step" if len(envs) == 1 else f"a step of {len(envs)} episodes"
-            with warn_after(REPORT_S, self._report(what)):
-                return self.env.step_all(envs, actions)
-        if self.env.slow and len(envs) > 1:
-            with ThreadPoolExecutor(LIMITED_STEPS, "assay-env") as pool:
-                return list(pool.map(self._limited, envs, actions))
-        return [self._limited(env, action) for env, action in zip(envs, actions, strict=True)]
 
-    def _limited(self, env: Env, action: str) -> Any:
-        try:
-            return run_with_timeout(self.seconds, lambda: self.env.step_all([env], [action])[0])
-        except TimeoutError as error:
-            return error_step(error)
+    async def _in_thread(self, env: Env, action: str) -> Step:
+        async with self._slots:
+            step = run_in_thread(lambda: resolve(self.env.step_all([env], [action])[0]))
+            return await self._limited(asyncio.wrap_future(step))
 
     async def _awaited(self, step: Any) -> Step:
-        """The result of a step that may have to be awaited, within the time limit."""
-        if not isawaitable(step):
-            return step
-        running = asyncio.ensure_future(awaited(step))
+        if self.in_threads:
+            return await step
+        return await self._limited(asyncio.wrap_future(submit(step))) if isawaitable(step) else step
+
+    async def _limited(self, step: asyncio.Future[Step]) -> Step:
+        """Await a step within the time limit."""
         try:
-            done, _ = await asyncio.wait([running], timeout=self.seconds or REPORT_S)
+            done, _ = await asyncio.wait([step], timeout=self.seconds or REPORT_S)
             if not done and self.seconds:
                 return error_step(TimeoutError(f"took longer than {self.seconds:g} s"))
             if not done:
                 warnings.warn(self._report("a step"), stacklevel=2)
-            return await running
-        except Exception as error:
-            return error_step(error)
+            return await step
         finally:
-            running.cancel()
+            step.cancel()
 
     def _report(self, what: str) -> str:
         running = f"{self.env.name}: {what} has been running for {REPORT_S:g} s"
         return f"{running}; set env.max_seconds to abandon such steps"
 
-    def close(self) -> None:
-        """Cancel pending steps. Running steps finish in the background, and their results are ignored."""
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def set_gathered(futures: Sequence[asyncio.Future[Step]], steps: asyncio.Future[list[Any]]) -> None:
-    set_results(futures, steps.result())
-
 
 def set_results(futures: Sequence[asyncio.Future[Step]], steps: Sequence[Any]) -> None:
+    """Pass steps, or errors, to those who await them."""
     for future, step in zip(futures, steps, strict=True):
-        if not future.done():
+        if future.done():
+            continue
+        if isinstance(step, BaseException):
+            future.set_exception(step)
+            future.exception()  # retrieved: the group of the first one raises it
+        else:
             future.set_result(step)
 
 
@@ -200,12 +185,10 @@ class GroupInPlay:
 class GroupPlayer:
     """Plays groups through a client. Episodes start in order, whole groups, as many as the engine decodes at once."""
 
-    def __init__(
-        self, client: EngineClient, rules: EpisodeRules | None, threads: int = 0, counter: SampleCounter | None = None
-    ) -> None:
-        """`rules`: None for single completions. `threads`: for steps of slow environments."""
+    def __init__(self, client: EngineClient, rules: EpisodeRules | None, counter: SampleCounter | None = None) -> None:
+        """`rules`: None for single completions."""
         self.client, self.rules, self.counter = client, rules, counter or SampleCounter(None)
-        self.stepper = Stepper(rules.env, threads, rules.limits.seconds, client.strict) if rules is not None else None
+        self.stepper = Stepper(rules.env, rules.limits.seconds, client.strict) if rules is not None else None
         self._active = 0  # episodes that have started and are not over
         self._waiting: deque[GroupInPlay] = deque()
 
@@ -221,10 +204,6 @@ class GroupPlayer:
             self._waiting.append(group)
             self._start_waiting(self.rules)
         return group
-
-    def close(self) -> None:
-        if self.stepper is not None:
-            self.stepper.close()
 
     def _start_waiting(self, rules: EpisodeRules) -> None:
         while self._waiting:

@@ -79,8 +79,6 @@ class GroupStream:
         """Stop sampling all groups."""
         if self.thread.loop.running:
             self.drop(list(self._sampling))
-            if self._player is not None:
-                self._player.close()
         self._judge.shutdown(cancel_futures=True)
 
     # -- in the thread of the engine
