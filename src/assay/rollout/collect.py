@@ -183,14 +183,13 @@ class Collector:
         player = self.player(client, counter)
         groups = [player.start(*request) for request in requests]
         try:
-            await all_ended(groups)
+            errors = await all_ended([group.result for group in groups])
         finally:
             for group in groups:
                 group.cancel()
         counter.show()
-        failed = [error for group in groups if isinstance(error := group.result.exception(), RequestError)]
-        if failed and (not self.keep_failures or self.env is not None or len(failed) == len(groups)):
-            raise RequestError({number: line for error in failed for number, line in error.errors.items()})
+        if errors and (not self.keep_failures or self.env is not None or all(one.result.exception() for one in groups)):
+            raise RequestError(errors)
         return groups
 
     def player(self, client: EngineClient, counter: SampleCounter | None = None) -> GroupPlayer:

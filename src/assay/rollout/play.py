@@ -134,7 +134,9 @@ class GroupInPlay:
 
     def __init__(self, prompt: Prompt, request: Request, listener: Listener | None = None) -> None:
         self.prompt, self.request, self.listener = prompt, request, listener
-        self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.result = asyncio.ensure_future(self._play())
+        self.result.add_done_callback(lambda result: result.cancelled() or result.exception())  # retrieved
         self.episodes: list[Episode] = []
         self.turns: list[asyncio.Future[Completion]] = []  # the last turn of each sample, which may be being sampled
         self.tasks: Sequence[asyncio.Future[Any]] = ()
@@ -153,33 +155,19 @@ class GroupInPlay:
         ended = [one.result() for one in self.turns if one.done() and not one.cancelled() and not one.exception()]
         return [*(len(completion.token_ids) for completion in ended), *client.sampled_tokens(self.turns)]
 
-    def watch(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+    async def _play(self) -> None:
+        await self.started
+        if errors := await all_ended(self.tasks):
+            raise RequestError(errors)
+
+    def start(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         """Set the tasks that play the samples."""
         self.tasks = tasks
-        for task in tasks:
-            task.add_done_callback(self._on_end)
+        self.started.set_result(None)
 
     def cancel(self) -> None:
-        self.result.cancel()
-        for part in (*self.tasks, *self.turns):
+        for part in (self.started, self.result, *self.tasks, *self.turns):
             part.cancel()
-
-    def _on_end(self, task: asyncio.Future[Any]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if self.result.done() or task.cancelled():
-            return
-        if error is not None and not isinstance(error, RequestError):
-            self.fail(error)
-        elif all(one.done() for one in self.tasks):
-            failed = [error for one in self.tasks if isinstance(error := one.exception(), RequestError)]
-            if errors := {number: line for error in failed for number, line in error.errors.items()}:
-                self.fail(RequestError(errors))
-            else:
-                self.result.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        self.result.set_exception(error)
-        self.result.exception()  # the group may have no consumer any more: then the error is not reported
 
 
 class GroupPlayer:
@@ -197,7 +185,7 @@ class GroupPlayer:
         group = GroupInPlay(prompt, request, listener)
         if self.rules is None:
             group.turns = self.client.submit(request)
-            group.watch(group.turns)
+            group.start(group.turns)
             for turn in group.turns:
                 turn.add_done_callback(self.counter.add_future)
         else:
@@ -208,21 +196,21 @@ class GroupPlayer:
     def _start_waiting(self, rules: EpisodeRules) -> None:
         while self._waiting:
             group = self._waiting[0]
-            if not group.result.cancelled():
+            if not group.started.cancelled():
                 samples = group.request.params.n
                 if self._active and self._active + samples > self.client.info.max_batch:
                     return
                 try:
                     self._start_episodes(rules, group)
                 except Exception as error:
-                    group.fail(error)
+                    group.started.set_exception(error)
             self._waiting.popleft()
 
     def _start_episodes(self, rules: EpisodeRules, group: GroupInPlay) -> None:
         group.episodes, request = rules.new_episodes(group.prompt, group.request)
         self._active += len(group.episodes)
         group.turns = self.client.submit(request, self._receiver(group))
-        group.watch([self.client.spawn(self._play(rules, group, sample)) for sample in range(len(group.episodes))])
+        group.start([self.client.spawn(self._play(rules, group, sample)) for sample in range(len(group.episodes))])
         for sample, task in enumerate(group.tasks):
             task.add_done_callback(partial(self._end, rules, group, sample))
 
@@ -265,11 +253,14 @@ class GroupPlayer:
         )
 
 
-async def all_ended(groups: Sequence[GroupInPlay]) -> None:
-    """Wait until all groups have ended, or one has raised another error than a `RequestError`."""
-    pending = {group.result for group in groups}
+async def all_ended(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, str]:
+    """Wait until all have ended; returns the errors of failed requests. Any other error is raised at once."""
+    pending, errors = set(tasks), dict[int, str]()
     while pending:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-        for result in done:
-            if (error := result.exception()) is not None and not isinstance(error, RequestError):
-                raise error
+        for task in (task for task in tasks if task in done):
+            try:
+                task.result()
+            except RequestError as error:
+                errors |= error.errors
+    return errors
