@@ -215,9 +215,19 @@ class Sleeper(Chatter):
 FIRST = Chatter().prompts("train")[0].fields["episode_seed"]
 
 
+class AsyncSleeper(Sleeper):
+    async def step(self, action: str) -> Any:
+        until = time.monotonic() + 60
+        while self.seed == FIRST and not self.enough.is_set():
+            assert time.monotonic() < until, "the engine waits for this step"
+            await asyncio.sleep(0.001)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", [Sleeper, AsyncSleeper])
 @pytest.mark.parametrize("where", ["gpu", "thread"])  # in a thread of the engine, also on a CPU
-def test_engine_continues_during_a_slow_environment_step(where: str) -> None:
-    env = Sleeper()
+def test_engine_continues_during_a_slow_environment_step(where: str, kind: type[Sleeper]) -> None:
+    env = kind()
     prompts = [replace(p, id=f"p{i}") for i, p in enumerate(Chatter().prompts("train")[:10])]
     part = collector(env, max_batch=12)
     thread = ClientThread(part.engine)
@@ -284,11 +294,11 @@ def test_steps_with_a_time_limit_run_concurrently(device: str) -> None:
     assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "slow", "async"])
+def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(play, "REPORT_S", 0.05)
     env = Chatter()
-    env.slow = slow
+    env.slow = how == "slow"
 
     def step(episode: Env, action: str) -> Any:
         until = time.monotonic() + 30
@@ -296,14 +306,16 @@ def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPa
             time.sleep(0.01)
         return Chatter.step(episode, action)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(
-        env, "step_all", lambda envs, actions: [step(*pair) for pair in zip(envs, actions, strict=True)]
-    )
+    async def step_async(episode: Env, action: str) -> Any:
+        return await asyncio.to_thread(step, episode, action)
+
+    one = step_async if how == "async" else step
+    monkeypatch.setattr(env, "step_all", lambda envs, actions: [one(*pair) for pair in zip(envs, actions, strict=True)])
     part = collector(env, Limits(step_tokens=1), max_batch=4)  # both episodes act at the same time
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         part.collect(Chatter().prompts("train")[:1], replace(PARAMS, n=2), (1, 1))
-    said = "a step" if slow else "a step of 2 episodes"
+    said = "a step of 2 episodes" if how == "plain" else "a step"
     assert str(found[0].message).startswith(f"{env.name}: {said} has been running for 0.05 s; set env.max_seconds")
 
 
