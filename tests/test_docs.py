@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import json
 import re
 import runpy
@@ -382,6 +383,17 @@ def test_documented_peak_memory_is_the_measured_memory(row: dict[str, str]) -> N
 def block_with(page: str, text: str) -> str:
     (block,) = [block for block in blocks(ROOT / "docs" / page, "python") if text in block]
     return block
+
+
+def test_the_async_environment_of_environments_md_works_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tool.py").write_text(block_with("environments.md", "async def step"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "check", "tool.py:Asking", "--task", "abacus", "-n", "3"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("<ask>why?</ask>\n"))
+    assert main(["env", "play", "tool.py:Asking", "--task", "abacus"]) == 0
+    assert "[tool] <answer>15</answer>" in capsys.readouterr().out
 
 
 def test_the_task_of_tasks_md_works_as_written(

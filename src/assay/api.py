@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
-from assay.envs import Env
 from assay.envs.base import StepLimit, is_message
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -184,7 +183,7 @@ class Trainer(ABC):
         self._metrics["time/sample"] = time.perf_counter() - started
         return sampled.groups
 
-    def env(self) -> Env:
+    def env(self) -> StepLimit:
         """A copy of the environment for the loop to step: `start` with one of `states` (or `reset`), then `step`.
 
         It truncates an episode after `env.max_steps` steps (or the environment's own limit), as in `sample`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -29,3 +30,25 @@ class ValidEnv(Env):
 
     def gold_action(self) -> str | None:
         return "gold"
+
+
+class AsyncEnv(ValidEnv):
+    """With async methods, which all have to run in the same event loop, as objects such as HTTP sessions require."""
+
+    loops: set[asyncio.AbstractEventLoop] = set()  # noqa: RUF012
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        await self.wait()
+        return super().reset(seed=seed)
+
+    async def step(self, action: str) -> Any:
+        await self.wait()
+        return super().step(action)
+
+    async def close(self) -> None:
+        await self.wait()
+
+    async def wait(self) -> None:
+        await asyncio.sleep(0)
+        self.loops.add(asyncio.get_running_loop())
+        assert len(self.loops) == 1

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from typing import Any
 
 import pytest
-from envs.sample_env import ValidEnv
+from envs.sample_env import AsyncEnv, ValidEnv
 
 from assay.envs import TaskEnv
-from assay.envs.base import StepLimit, as_messages, check_attributes, run_with_timeout, safe_step, warn_after
+from assay.envs.base import SEED, StepLimit, as_messages, check_attributes, run_with_timeout, safe_step, warn_after
 from assay.envs.builtin import GuessNumber
 from assay.tasks import make_task
 from assay.types import Status, UserError
@@ -98,6 +99,8 @@ def test_system_exit_in_step_ends_only_the_episode() -> None:
         ({"full": 2.0}, "max_return"),  # former names
         ({"fresh": lambda self: self}, "copy"),
         ({"alone": lambda self: self}, "standalone"),
+        ({"gold_action": AsyncEnv.step}, "gold_action must be a plain function"),
+        ({"step_all": AsyncEnv.step}, "step_all must be a plain function"),
     ],
 )
 def test_invalid_and_renamed_attributes_are_user_errors(attributes: dict[str, Any], word: str) -> None:
@@ -146,3 +149,15 @@ def test_step_limit_truncates_only_episodes_that_have_not_terminated() -> None:
     assert other.env is not limited.env and other.secret == other.env.secret and other.max_steps == 1
     assert other.gold_action() == other.env.gold_action()
     assert limited.prompts("test")[0] == limited.env.prompts("test")[0]
+
+
+def test_async_environment_is_plain_for_loops_that_step_it() -> None:
+    async def cell() -> None:  # of a notebook
+        env = StepLimit(AsyncEnv(), 2)
+        prompt = env.prompts("train")[0]
+        assert env.start(prompt)[0] == prompt.messages[0]["content"] == env.reset(seed=prompt.fields[SEED])[0]
+        assert [env.step("x")[2:4] for _ in range(2)] == [(False, False), (False, True)]
+        env.close()
+        assert env.gold_episode(prompt) == (("gold", ""),)
+
+    asyncio.run(cell())

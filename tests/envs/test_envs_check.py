@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 import pytest
-from envs.sample_env import ValidEnv, build
+from envs.sample_env import AsyncEnv, ValidEnv, build
 
 from assay.envs import ENVS, Env
 from assay.envs.check import check_env
@@ -89,6 +89,11 @@ class Repeating(ValidEnv):
         return f"{action} and more", 0.0, False, False, {}
 
 
+class AsyncRaising(ValidEnv):
+    async def step(self, action: str) -> Any:
+        raise KeyError("connection")
+
+
 class Masking(ValidEnv):
     def step(self, action: str) -> Any:
         *rest, info = super().step(action)
@@ -104,8 +109,9 @@ class FailingClose(ValidEnv):
         self.closed = True
 
 
-def test_valid_environment_passes_the_check() -> None:
-    assert [finding for finding in check_env(ValidEnv()) if not finding.ok] == []
+@pytest.mark.parametrize("kind", [ValidEnv, AsyncEnv])
+def test_valid_environment_passes_the_check(kind: type[Env]) -> None:
+    assert [finding for finding in check_env(kind()) if not finding.ok] == []
 
 
 @pytest.mark.parametrize(
@@ -121,6 +127,7 @@ def test_valid_environment_passes_the_check() -> None:
         (WithoutObservation, "not None"),
         (WithoutInfo, "(observation, info)"),
         (RaisingInReset, "KeyError: 'file'"),
+        (AsyncRaising, "KeyError: 'connection'"),
         (FailingClose, "already closed"),
     ],
 )

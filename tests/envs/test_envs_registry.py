@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from envs.sample_env import ValidEnv, build
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
+from assay.awaiting import resolve
 from assay.envs import make_env
 from assay.envs.check import check_env
 from assay.envs.registry import to_gymnasium
@@ -80,22 +82,27 @@ def test_environments_pass_the_gymnasium_checker(name: str, task: str | None) ->
     assert env.reset(seed=5) == env.reset(seed=5)
 
 
-def test_gymnasium_style_environment_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "foreign.py").write_text(FOREIGN)
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_gymnasium_style_environment_is_accepted(tmp_path: Path, how: str) -> None:
+    source = FOREIGN.replace("def reset", f"{how} reset").replace("def step", f"{how} step")
+    (tmp_path / "foreign.py").write_text(source)
     env = make_env(f"{tmp_path}/foreign.py:Parity")
     assert env.max_steps == 2 and len({prompt.question for prompt in env.prompts("train")[:20]}) > 5
     assert [finding for finding in check_env(env) if not finding.ok] == []
+    assert to_gymnasium(env).reset(seed=1)[0] == to_gymnasium(env).reset(seed=1)[0]
     assert getattr(env, "words")() == ["even", "odd"]  # noqa: B009  # for models built from scratch
 
 
-def test_closing_an_environment_closes_those_of_its_copies(tmp_path: Path) -> None:
-    closed = "    closed = []\n    def close(self):\n        self.closed.append(self)\n"
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_closing_an_environment_closes_those_of_its_copies(tmp_path: Path, how: str) -> None:
+    closed = f"    closed = []\n    {how} close(self):\n        self.closed.append(self)\n"
     (tmp_path / "closing.py").write_text(FOREIGN.replace("    max_steps = 2\n", f"    max_steps = 2\n{closed}"))
     env: Any = make_env(f"{tmp_path}/closing.py:Parity")
     copy, deleted = env.copy(), env.copy()
     record = env.inner.closed
     inner = deleted.inner
     del deleted
+    resolve(asyncio.sleep(0.01))
     assert record == [inner]  # closed when the copy is deleted
     env.close()
     env.close()

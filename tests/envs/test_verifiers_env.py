@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from assay.awaiting import resolve, together
 from assay.cli.main import main
 from assay.envs import make_env
-from assay.envs.base import Env
+from assay.envs.base import Env, safe_step
 from assay.envs.check import check_env
 from assay.rewards import importing
 from assay.tasks import make_task
@@ -51,7 +52,7 @@ SINGLE = """
     class EchoTask(vf.Task[EchoData]):
         @vf.reward
         async def exact(self, trace):
-            if "?" in trace.last_reply:
+            if trace.last_reply == "what ?":
                 raise ValueError("cannot read this answer")
             return float(trace.last_reply == self.data.answer)
 
@@ -186,13 +187,13 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield make
     for env in made:
-        env.close()
+        resolve(env.close())
 
 
 def play(env: Env, prompt: Any, *actions: str) -> list[Any]:
     episode = env.copy()
-    episode.start(prompt)
-    return env.step_all([episode], actions[:1]) + [episode.step(action) for action in actions[1:]]
+    resolve(episode.start(prompt))
+    return [resolve(safe_step(episode, action)) for action in actions]
 
 
 def test_single_turn_tasks_become_prompts_and_their_rewards_are_weighted(load: Any) -> None:
@@ -220,15 +221,14 @@ def test_multi_turn_states_are_separate_and_limits_and_errors_end_episodes(load:
     env = load(MULTI)
     by_start = {prompt.question[-1]: prompt for prompt in env.prompts("validation")[:10]}
     first, second = env.copy(), env.copy()
-    first.start(by_start["2"])
-    second.start(by_start["3"])
-    ((shown, *_), (other, *_)) = env.step_all([first, second], ["2", "wrong"])
+    resolve(together([first.start(by_start["2"]), second.start(by_start["3"])]))
+    ((shown, *_), (other, *_)) = resolve(together(env.step_all([first, second], ["2", "wrong"])))
     assert shown == [{"role": "user", "content": "1 left"}] and other == [{"role": "user", "content": "3 left"}]
-    _, reward, terminated, _, info = first.step("1")
+    _, reward, terminated, _, info = resolve(first.step("1"))
     assert (reward, terminated, info["verdict"].status) == (1.0, True, Status.OK)
     for _ in range(4):
-        assert not second.step("wrong")[2]
-    _, reward, terminated, _, info = second.step("3")  # the sixth turn: max_turns
+        assert not resolve(second.step("wrong"))[2]
+    _, reward, terminated, _, info = resolve(second.step("3"))  # the sixth turn: max_turns
     assert (reward, terminated, info["verdict"].status) == (pytest.approx(1 / 3), True, Status.WRONG)
     assert env.max_steps == 6
     ((_, reward, terminated, _, info),) = play(env, by_start["1"], "crash")
@@ -258,13 +258,13 @@ def test_close_ends_episodes_and_stops_the_environment(load: Any) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     env = load(MULTI)
     episode = env.copy()
-    episode.start(env.prompts("train")[0])
+    resolve(episode.start(env.prompts("train")[0]))
     inner = type(env.env)
     running = len(env.episodes)
     ended = inner.released
-    env.close()
-    env.close()
-    assert running and inner.released == ended + running and inner.stopped == 1 and not env.loop.running
+    resolve(env.close())
+    resolve(env.close())
+    assert running and inner.released == ended + running and inner.stopped == 1 and env.serving.done()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

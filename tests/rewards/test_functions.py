@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.rewards import FunctionJudge, JudgePool
+from assay.rewards import FunctionJudge, JudgePool, RewardMix
 from assay.rewards.functions import NOT_APPLICABLE
 from assay.types import Prompt, Status, UserError, Verdict
 
@@ -121,6 +121,77 @@ def test_async_functions_inside_a_running_event_loop(write: Write) -> None:
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.5, 0.0]
     assert verdicts[2].status == Status.ERROR and "ZeroDivisionError" in verdicts[2].detail
     assert "mine.py:6" in verdicts[2].detail
+
+
+MEETING = """
+    import asyncio, os
+
+    barrier = asyncio.Barrier({count})
+    loops = set()
+
+    async def meet():
+        loops.add(asyncio.get_running_loop())
+        async with asyncio.timeout(30):
+            await barrier.wait()
+        return float(len(loops))  # sessions can be kept from call to call
+
+    async def reward({parameters}):
+        {returned}
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("form", ["single", "verl", "trl"])
+def test_async_functions_run_concurrently_on_the_answers_of_several_prompts(
+    write: Write, form: str, workers: int
+) -> None:
+    """A call returns only when the calls for all answers, or for all prompts as in TRL, are running."""
+    parameters = {"single": "completion, answer", "verl": "solution_str", "trl": "completions"}[form]
+    returned = "return [await meet()] * len(completions)" if form == "trl" else "return await meet()"
+    path = write(MEETING.format(count=3 if form == "trl" else 12, parameters=parameters, returned=returned))
+    judge = RewardMix(FunctionJudge(path))
+    with JudgePool(judge, workers) as pool:
+        for _ in range(2):
+            verdicts = pool.judge_groups([(["a", "b", "c", "d"], "", {})] * 3)
+            assert [[verdict.reward for verdict in group] for group in verdicts] == [[1.0] * 4] * 3
+
+
+def test_time_limit_of_an_async_function_ends_only_its_call(write: Write) -> None:
+    path = write("""
+        import asyncio, os, time
+
+        async def reward(completion, answer):
+            if completion == "sleep":
+                await asyncio.sleep(60)
+            if completion == "block":
+                time.sleep(60)
+            if completion == "raise":
+                raise KeyError("here")
+            if completion == "cancel":
+                raise asyncio.CancelledError
+            return {"reward": 1.0, "parsed": str(os.getpid())}
+    """)
+    with JudgePool(FunctionJudge(path), workers=1, timeout_s=0.5) as pool:
+        first = pool.judge([(text, "", {}) for text in ("a", "sleep", "raise", "b", "cancel", "sleep")])
+        second = pool.judge([(text, "", {}) for text in ("c", "block", "d")])
+    statuses = [verdict.status for verdict in first]
+    assert statuses == [Status.OK, Status.TIMEOUT, Status.ERROR, Status.OK, Status.ERROR, Status.TIMEOUT]
+    assert "0.5 s" in first[1].detail and "mine.py" in first[2].detail and "CancelledError" in first[4].detail
+    assert [verdict.status for verdict in second] == [Status.OK, Status.TIMEOUT, Status.OK]
+    assert first[0].parsed == first[3].parsed  # a call that awaits too long does not cost the process
+
+
+def test_awaitable_of_a_plain_function_is_awaited_in_workers(write: Write) -> None:
+    path = write("""
+        async def later(value):
+            return value
+
+        def reward(completion, answer):
+            return later(float(len(completion)))
+    """)
+    for workers in (0, 1):
+        with JudgePool(FunctionJudge(path), workers) as pool:
+            assert [verdict.reward for verdict in pool.judge([("a", "", {}), ("abc", "", {})])] == [1.0, 3.0]
 
 
 def test_failure_names_the_line_of_the_users_file(write: Write) -> None:

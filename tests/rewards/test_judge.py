@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ import pytest
 
 from assay.rewards import JudgePool, MathJudge, RewardMix, RewardSum, check_verdicts
 from assay.rewards.functions import NOT_APPLICABLE
-from assay.rewards.judge import failed_verdict
-from assay.types import Status, UserError, Verdict
+from assay.rewards.judge import JudgeByTask, failed_verdict
+from assay.types import TASK_LABEL, Status, UserError, Verdict
 
 
 def test_check_verdicts_raises_if_all_are_errors() -> None:
@@ -147,3 +148,27 @@ def test_pool_groups_verdicts_of_a_judge_of_single_answers() -> None:
     with JudgePool(MathJudge("hash"), workers=0) as pool:
         groups = pool.judge_groups([(["#### 5", "#### 6"], "5", {}), ([], "1", {}), (["#### 7"], "7", {})])
     assert [[v.correct for v in group] for group in groups] == [[True, False], [], [True]]
+
+
+class AsyncFixed(Fixed):
+    async def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
+        await asyncio.sleep(0)
+        return self.verdict
+
+
+class AsyncShortest(Shortest):
+    async def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
+        await asyncio.sleep(0)
+        return super().judge_group(completions, answer, fields)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_async_judges_give_the_verdicts_of_plain_ones(workers: int) -> None:
+    right, group = Verdict(1.0, Status.OK), ([("aa"), "a"], "", {TASK_LABEL: "b"})
+    found = []
+    for fixed, shortest in ((Fixed, Shortest), (AsyncFixed, AsyncShortest), (AsyncFixed, Shortest)):
+        total = RewardSum((RewardMix(fixed(right), accuracy=2.0), shortest()), (1.0, 0.5), ("task", "short"))
+        by_task = JudgeByTask((MathJudge(), total), ("a", "b"))
+        with JudgePool(by_task, workers) as pool:
+            found.append(pool.judge_groups([group, (["1"], "1", {TASK_LABEL: "a"})]))
+    assert found[0] == found[1] == found[2] and [verdict.reward for verdict in found[0][0]] == [2.0, 2.5]

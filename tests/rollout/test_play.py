@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,9 +27,10 @@ from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits, play
+from assay.rollout.stream import GroupStream, Ticket
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
-from assay.types import Group, Rollout, Status
+from assay.types import Group, Rollout, Status, UserError
 
 PARAMS = SamplingParams(n=3, max_new_tokens=60)
 
@@ -211,9 +215,19 @@ class Sleeper(Chatter):
 FIRST = Chatter().prompts("train")[0].fields["episode_seed"]
 
 
+class AsyncSleeper(Sleeper):
+    async def step(self, action: str) -> Any:
+        until = time.monotonic() + 60
+        while self.seed == FIRST and not self.enough.is_set():
+            assert time.monotonic() < until, "the engine waits for this step"
+            await asyncio.sleep(0.001)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("kind", [Sleeper, AsyncSleeper])
 @pytest.mark.parametrize("where", ["gpu", "thread"])  # in a thread of the engine, also on a CPU
-def test_engine_continues_during_a_slow_environment_step(where: str) -> None:
-    env = Sleeper()
+def test_engine_continues_during_a_slow_environment_step(where: str, kind: type[Sleeper]) -> None:
+    env = kind()
     prompts = [replace(p, id=f"p{i}") for i, p in enumerate(Chatter().prompts("train")[:10])]
     part = collector(env, max_batch=12)
     thread = ClientThread(part.engine)
@@ -280,11 +294,11 @@ def test_steps_with_a_time_limit_run_concurrently(device: str) -> None:
     assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "slow", "async"])
+def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(play, "REPORT_S", 0.05)
     env = Chatter()
-    env.slow = slow
+    env.slow = how == "slow"
 
     def step(episode: Env, action: str) -> Any:
         until = time.monotonic() + 30
@@ -292,15 +306,168 @@ def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPa
             time.sleep(0.01)
         return Chatter.step(episode, action)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(
-        env, "step_all", lambda envs, actions: [step(*pair) for pair in zip(envs, actions, strict=True)]
-    )
+    async def step_async(episode: Env, action: str) -> Any:
+        return await asyncio.to_thread(step, episode, action)
+
+    one = step_async if how == "async" else step
+    monkeypatch.setattr(env, "step_all", lambda envs, actions: [one(*pair) for pair in zip(envs, actions, strict=True)])
     part = collector(env, Limits(step_tokens=1), max_batch=4)  # both episodes act at the same time
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         part.collect(Chatter().prompts("train")[:1], replace(PARAMS, n=2), (1, 1))
-    said = "a step" if slow else "a step of 2 episodes"
+    said = "a step of 2 episodes" if how == "plain" else "a step"
     assert str(found[0].message).startswith(f"{env.name}: {said} has been running for 0.05 s; set env.max_seconds")
+
+
+class AsyncChatter(Chatter):
+    """`Chatter` with async methods, whose steps end in an order that depends on the clock."""
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        await asyncio.sleep(0)
+        return super().reset(seed=seed)
+
+    async def step(self, action: str) -> Any:
+        await asyncio.sleep(random.random() / 500)
+        return super().step(action)
+
+
+def on_cpu(env: Env, **options: Any) -> Collector:
+    part = collector(env, **options)
+    part.mesh = Mesh()
+    return part
+
+
+def test_async_environment_gives_the_same_bits_as_a_plain_one() -> None:
+    """Results are applied in the order of requests and samples, whatever the order in which the steps end."""
+    prompts = Chatter().prompts("train")[:8]
+    assert list(AsyncChatter().prompts("train")[:8]) == list(prompts)
+    found = []
+    for env in (Chatter(), AsyncChatter(), AsyncChatter()):
+        part = on_cpu(env, max_batch=12)
+        added, engine = [], cast(Any, part.engine)
+        add = engine.add
+        engine.add = lambda request, add=add, added=added: (added.append(request), add(request))[1]
+        groups = part.collect(prompts, PARAMS, (3, 3))
+        assert_nothing_left(part)
+        logprobs = [rollout.engine_logprobs for rollout in rollouts(groups)]
+        found.append((as_data(groups), logprobs, [(r.prompt_ids, r.seed) for r in added]))
+    assert found[0] == found[1] == found[2]
+
+
+class Waiting(Chatter):
+    """The first steps of all episodes return only when `together` of them are running."""
+
+    def __init__(self, together: int) -> None:
+        self.barrier = asyncio.Barrier(together)
+
+    async def step(self, action: str) -> Any:
+        if not self.steps:
+            async with asyncio.timeout(30):
+                await self.barrier.wait()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("where", ["cpu", "loop", "thread", "slow"])
+def test_async_steps_run_concurrently_without_threads(where: str) -> None:
+    env = Waiting(24)
+    env.slow = where == "slow"
+    part = collector(env, Limits(step_tokens=1, seconds=60.0), max_batch=24)
+    prompts, params = Chatter().prompts("train")[:8], replace(PARAMS, n=3)
+    thread, before, threads = ClientThread(part.engine), set(threading.enumerate()), set()
+    env.step_all = lambda *given: (threads.update(threading.enumerate()), Chatter.step_all(env, *given))[1]  # type: ignore[method-assign]
+
+    async def cell() -> list[Group]:  # of a notebook
+        return part.collect(prompts, params, (1, 1))
+
+    if where in ("thread", "slow"):
+        part.thread = thread
+    groups = asyncio.run(cell()) if where == "loop" else part.collect(prompts, params, (1, 1))
+    thread.close()
+    assert Status.ERROR not in {r.verdict.status for r in rollouts(groups) if r.verdict}
+    assert not [one for one in threads - before if one.name == "assay-env"]
+    assert_nothing_left(part)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_errors_and_time_limits_of_async_steps_end_only_their_episodes(
+    monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    monkeypatch.setattr(play, "MIN_STEP_S", 0.2)
+    released: list[int] = []
+
+    class Failing(Chatter):
+        async def step(self, action: str) -> Any:
+            if self.number == 0:
+                raise KeyError("lost")
+            if self.number == 1:
+                raise asyncio.CancelledError
+            if self.number == 2:
+                sys.exit(1)
+            if self.number == 3:
+                return "too short"
+            try:
+                await asyncio.sleep(60 if self.number == 4 else 0)
+            finally:
+                released.append(self.number)
+            return "go on", 1.0, True, False, {}
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.number = int(options["prompt"].id) if options else 0
+            return super().reset(seed=seed)
+
+    env = Failing()
+    env.slow = slow
+    prompts = [replace(prompt, id=str(i)) for i, prompt in enumerate(Chatter().prompts("train")[:6])]
+    part = collector(env, Limits(step_tokens=4, seconds=0.2), max_batch=12)
+    groups = part.collect(prompts, replace(PARAMS, n=1), (1, 1))
+    *failed, fine = [rollout.verdict for rollout in rollouts(groups) if rollout.verdict]
+    assert {verdict.status for verdict in failed} == {Status.ERROR} and fine.status is Status.OK
+    details = "KeyError", "CancelledError", "SystemExit", "step must return", "longer than 0.2 s"
+    assert all(text in verdict.detail for verdict, text in zip(failed, details, strict=True)), failed
+    assert sorted(released) == [4, 5]
+    assert_nothing_left(part)
+
+
+def test_dropped_group_cancels_its_async_steps() -> None:
+    events: list[str] = []
+    running = threading.Event()
+
+    class Endless(Chatter):
+        async def step(self, action: str) -> Any:
+            try:
+                running.set()
+                await asyncio.Event().wait()
+            finally:
+                events.append("cancelled")
+
+    part = collector(Endless(), Limits(step_tokens=1), max_batch=4)
+    ((prompt, request),) = part.requests_for(Chatter().prompts("train")[:1], replace(PARAMS, n=1), (1, 1))
+    thread = ClientThread(part.engine)
+    stream = GroupStream(part, thread)
+    ticket = Ticket(0, 0, prompt, request, 0)
+    stream.start([ticket])
+    assert running.wait(30)
+    assert stream.drop([ticket]) == [1]
+    until = time.monotonic() + 30
+    while not events and time.monotonic() < until:
+        time.sleep(0.01)
+    assert events == ["cancelled"]
+    stream.close()
+    thread.close()
+    assert_nothing_left(part)
+
+
+def test_failing_async_reset_is_an_error_of_the_run() -> None:
+    class Broken(Chatter):
+        async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if options:
+                raise OSError("no connection")
+            return super().reset(seed=seed)
+
+    part = on_cpu(Broken(), max_batch=12)
+    with pytest.raises(UserError, match=r"reset.*no connection"):
+        part.collect(Chatter().prompts("train")[:2], PARAMS, (1, 1))
+    assert_nothing_left(part)
 
 
 def test_exception_in_a_threaded_step_ends_only_its_episode() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 
+from assay.awaiting import resolve
 from assay.cli.data import task_arguments
 from assay.envs import ENVS, Env, make_env
 from assay.envs.base import Observation, as_messages, safe_reset, safe_step, up_to_stop
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return check(env, args.n, args.seconds) if args.env_command == "check" else play(env, args.seed)
     finally:
-        env.close()
+        resolve(env.close())
 
 
 def check(env: Env, episodes: int, seconds: float) -> int:
@@ -75,14 +76,14 @@ def play(env: Env, seed: int | None) -> int:
 
 
 def play_one(episode: Env, seed: int) -> float:
-    observation, _ = safe_reset(episode, seed)
+    observation, _ = resolve(safe_reset(episode, seed))
     show(episode, observation)
     total, terminated, truncated, steps, text = 0.0, False, False, 0, ""
     while not (terminated or truncated) and steps < episode.max_steps:
         text = text or read_text(episode)
         action = up_to_stop(text, episode.stop)  # the rest of the text is the next action
         text = text.removeprefix(action)
-        observation, reward, terminated, truncated, info = safe_step(episode, action)
+        observation, reward, terminated, truncated, info = resolve(safe_step(episode, action))
         total, steps = total + reward, steps + 1
         if observation:
             show(episode, observation)

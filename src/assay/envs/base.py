@@ -6,13 +6,15 @@ import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread, Timer
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
+from assay.awaiting import attempt, is_async, resolve, then
 from assay.rewards import Judge
 from assay.rewards.judge import judge_safely, judged_fields
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash
@@ -24,6 +26,7 @@ Info = dict[str, Any]
 Step = tuple[Observation, float, bool, bool, Info]  # observation, reward, terminated, truncated, info
 GoldEpisode = tuple[tuple[str, str | tuple[Message, ...]], ...]
 SEED = "episode_seed"  # the prompt field with the seed of its episode
+PLAIN_METHODS = ("words", "gold_action", "gold_episode", "gold_completion", "judge", "copy", "step_all")
 RENAMED = {"full": "max_return", "fresh": "copy", "alone": "standalone"}  # former members
 
 
@@ -37,6 +40,8 @@ class NoJudge:
 
 class Env(Task, ABC):
     """An environment with one episode at a time, started by `reset`.
+
+    `reset`, `step` and `close` may be `async`: steps of many episodes then run concurrently, in one event loop.
 
     All state of an episode must be set in `reset`: shallow copies run concurrently. The `info` of a step may have
     `verdict` (of the whole episode; without one, an episode is correct if its rewards sum to `max_return`), `answer` (a
@@ -54,11 +59,13 @@ class Env(Task, ABC):
     judged = False  # whether it leaves answers to the run's judge, so that the section `reward` applies
 
     @abstractmethod
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, Info] | Awaitable[tuple[Observation, Info]]:
         """Start an episode; the same seed starts the same episode."""
 
     @abstractmethod
-    def step(self, action: str) -> Step:
+    def step(self, action: str) -> Step | Awaitable[Step]:
         """Apply what the policy wrote, up to the end of its reply or a stop string (included)."""
 
     def gold_action(self) -> str | None:
@@ -71,12 +78,12 @@ class Env(Task, ABC):
         By default, the actions are those of `gold_action`. Empty if they are unknown.
         """
         env, turns = self.standalone(), list[tuple[str, str | tuple[Message, ...]]]()
-        env.start(prompt)
+        resolve(env.start(prompt))
         for _ in range(self.max_steps):
             action = env.gold_action()
             if action is None:
                 return ()
-            observation, _, terminated, truncated, _ = validate_step(env.step(action))
+            observation, _, terminated, truncated, _ = validate_step(resolve(env.step(action)))
             if terminated or truncated:
                 return (*turns, (action, ""))
             messages = as_messages(observation, self.role)
@@ -90,7 +97,7 @@ class Env(Task, ABC):
 
     def _seeded_prompt(self, split: str, index: int) -> Prompt:
         seed = stable_hash(f"{self.name}/{split}/{index}") >> 33  # 31 bits, which every generator accepts
-        observation, _ = safe_reset(self.copy(), seed)
+        observation, _ = resolve(safe_reset(self.copy(), seed))
         return Prompt(f"{self.name}/{split}/{index}", as_messages(observation, self.role), fields={SEED: seed})
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
@@ -104,23 +111,33 @@ class Env(Task, ABC):
         """Return a copy for use without a run: it leaves no answer to a run's judge."""
         return self.copy()
 
-    def start(self, prompt: Prompt) -> tuple[Observation, Info]:
-        """Start the episode of a prompt. `reset` must return the prompt's messages, which the policy reads."""
-        observation, info = safe_reset(self, prompt.fields.get(SEED), {"prompt": prompt})
-        if as_messages(observation, self.role) != tuple(prompt.messages):
-            raise UserError(
-                f"{prompt.id}: reset returned another observation than the prompt's messages: "
-                "start the same episode for the same seed"
-            )
-        return observation, info
+    def start(self, prompt: Prompt) -> Any:
+        """Start the episode of a prompt. `reset` must return the prompt's messages, which the policy reads.
 
-    def step_all(self, episodes: Sequence[Env], actions: Sequence[str]) -> list[Step]:
-        """Step several episodes. An environment with worker processes can override this to step them in parallel."""
+        Returns what `reset` returned; an awaitable if `reset` is `async`.
+        """
+
+        def check(result: tuple[Observation, Info]) -> tuple[Observation, Info]:
+            if as_messages(result[0], self.role) != tuple(prompt.messages):
+                raise UserError(
+                    f"{prompt.id}: reset returned another observation than the prompt's messages: "
+                    "start the same episode for the same seed"
+                )
+            return result
+
+        return then(safe_reset(self, prompt.fields.get(SEED), {"prompt": prompt}), check)
+
+    def step_all(self, episodes: Sequence[Env], actions: Sequence[str]) -> list[Any]:
+        """Step several episodes; steps that are `async` have to be awaited.
+
+        An environment with worker processes can override this to step episodes in parallel.
+        """
         return [safe_step(episode, action) for episode, action in zip(episodes, actions, strict=True)]
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Release processes and files, including those shared with copies. Called after the last episode, on the
         environment that was copied; may be called more than once."""
+        return None
 
 
 class TaskEnv(Env):
@@ -186,6 +203,7 @@ class StepLimit(Env):
     """Truncates the episodes of another environment after `max_steps` steps, as Gymnasium's TimeLimit does.
 
     A run limits episodes by itself; this is for loops that step an environment. Other attributes are those of `env`.
+    Its methods are plain, also if those of `env` are `async`.
     """
 
     def __init__(self, env: Env, max_steps: int) -> None:
@@ -200,11 +218,11 @@ class StepLimit(Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         self.taken = 0
-        return self.env.reset(seed=seed, options=options)
+        return resolve(self.env.reset(seed=seed, options=options))
 
     def step(self, action: str) -> Step:
         self.taken += 1
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        observation, reward, terminated, truncated, info = resolve(self.env.step(action))
         return observation, reward, terminated, truncated or (self.taken >= self.max_steps and not terminated), info
 
     def gold_action(self) -> str | None:
@@ -222,7 +240,7 @@ class StepLimit(Env):
         return other
 
     def close(self) -> None:
-        self.env.close()
+        resolve(self.env.close())
 
 
 def up_to_stop(text: str, stops: Sequence[str]) -> str:
@@ -244,25 +262,31 @@ def is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def safe_reset(episode: Env, seed: int | None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-    """Call `reset`. If it fails or returns an invalid value, raise a UserError: there is no episode to judge."""
-    try:
-        result: Any = episode.reset(seed=seed, options=options)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
+def safe_reset(episode: Env, seed: int | None, options: dict[str, Any] | None = None) -> Any:
+    """Call `reset`. If it fails or returns an invalid value, raise a UserError: there is no episode to judge.
+
+    Returns (observation, info); an awaitable if `reset` is `async`.
+    """
+
+    def check(result: Any) -> tuple[Observation, Info]:
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+            raise UserError(f"{episode.name}: reset must return (observation, info), not {result!r:.80}")
+        return result
+
+    def fail(error: BaseException) -> NoReturn:
+        if isinstance(error, UserError):
+            raise error
         raise UserError(f"{episode.name}: reset(seed={seed}) failed: {describe_user_error(error)}") from error
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-        raise UserError(f"{episode.name}: reset must return (observation, info), not {result!r:.80}")
-    return result
+
+    return then(attempt(lambda: episode.reset(seed=seed, options=options), fail), check)
 
 
-def safe_step(episode: Env, action: str) -> Step:
-    """Call `step`. If it fails, the episode ends with an error verdict: that is not a wrong answer."""
-    try:
-        return validate_step(episode.step(action))
-    except (Exception, SystemExit) as error:
-        return error_step(error)
+def safe_step(episode: Env, action: str) -> Any:
+    """Call `step`. If it fails, the episode ends with an error verdict: that is not a wrong answer.
+
+    Returns a `Step`; an awaitable if `step` is `async`.
+    """
+    return attempt(lambda: then(episode.step(action), validate_step), error_step)
 
 
 def error_step(error: BaseException) -> Step:
@@ -306,6 +330,9 @@ def check_attributes(env: Env) -> Env:
     for old, new in RENAMED.items():
         if callable(member := getattr(type(env), old, None)) or isinstance(member, int | float):
             raise UserError(f"{env.name}: '{old}' of environments was renamed: use '{new}'")
+    for name in PLAIN_METHODS:
+        if is_async(getattr(env, name, None)):
+            raise UserError(f"{env.name}: {name} must be a plain function: only reset, step and close may be async")
     stop, steps, total = env.stop, env.max_steps, env.max_return
     valid = {
         'stop must be a tuple of strings, such as ("</tool>",)': not isinstance(stop, str)
@@ -320,30 +347,32 @@ def check_attributes(env: Env) -> Env:
     return env
 
 
-def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns; raise TimeoutError after `seconds` (0: no limit).
+def run_in_thread(work: Callable[[], T]) -> Future[T]:
+    """Start work in a thread of its own.
 
     A thread cannot be killed: one that hangs is abandoned, and does not prevent the program from exiting.
     """
-    if not seconds:
-        return work()
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = Thread(target=run, name="assay-limited", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    Thread(target=run, name="assay-env", daemon=True).start()
+    return future
+
+
+def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
+    """Return what `work` returns; raise TimeoutError after `seconds` (0: no limit)."""
+    if not seconds:
+        return work()
+    future = run_in_thread(work)
+    if not wait([future], seconds).done:
         raise TimeoutError(f"took longer than {seconds:g} s")
-    return results[0]
+    return future.result()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from assay.awaiting import resolve
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv
 from assay.process.messages import BadMessage
 from assay.process.pool import ItemFailure, WorkerPool
@@ -82,7 +83,7 @@ class CountdownTries(TaskEnv):
         return super().reset(seed=seed, options=options)
 
     def step(self, action: str) -> Step:
-        verdict: Verdict = self._judge(action, self.prompt.answer, self.prompt.fields)  # exact and fast
+        verdict: Verdict = resolve(self._judge(action, self.prompt.answer, self.prompt.fields))  # exact and fast
         reward = verdict.reward * self.decay**self.tried
         self.tried += 1
         if verdict.correct or self.tried == self.tries:

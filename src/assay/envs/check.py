@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from assay.awaiting import resolve
 from assay.envs.base import Env, Observation, Step, is_masked, run_with_timeout, validate_step
 from assay.tasks.base import SPLITS, NoSuchSplit, overlap
 from assay.types import Prompt, UserError, describe_error, plural
@@ -68,13 +69,13 @@ def _guarded(check: Callable[[Env, Sequence[Prompt]], str], env: Env, episodes: 
 def play(env: Env, prompt: Prompt, policy: Callable[[Env, int], str | None]) -> list[tuple[str, Step]]:
     """Play an episode until it ends or the policy returns None; return actions and steps."""
     episode = env.copy()
-    episode.start(prompt)
+    resolve(episode.start(prompt))
     steps: list[tuple[str, Step]] = []
     while len(steps) < env.max_steps and not (steps and (steps[-1][1][2] or steps[-1][1][3])):
         action = policy(episode, len(steps))
         if action is None:
             break
-        steps.append((action, validate_step(episode.step(action))))
+        steps.append((action, validate_step(resolve(episode.step(action)))))
     return steps
 
 
@@ -85,14 +86,14 @@ def _invalid_action(episode: Env, step: int) -> str:
 def _return_values(env: Env, prompts: Sequence[Prompt]) -> str:
     """`start` and `validate_step` raise if a value is invalid."""
     for prompt in prompts:
-        env.copy().start(prompt)
+        resolve(env.copy().start(prompt))
         play(env, prompt, _invalid_action)
     return ""
 
 
 def _seeding(env: Env, prompts: Sequence[Prompt]) -> str:
     for seed in (0, 1, 12345):
-        first, second = (env.copy().reset(seed=seed)[0] for _ in range(2))
+        first, second = (resolve(env.copy().reset(seed=seed))[0] for _ in range(2))
         if first != second:
             return f"reset(seed={seed}) returned two different observations"
     for prompt in prompts:
@@ -106,13 +107,13 @@ def _independence(env: Env, prompts: Sequence[Prompt]) -> str:
     separate = [_comparable(play(env, prompt, _invalid_action)) for prompt in prompts[:2]]
     episodes = [env.copy() for _ in prompts[:2]]
     for episode, prompt in zip(episodes, prompts, strict=False):
-        episode.start(prompt)
+        resolve(episode.start(prompt))
     together: list[list[tuple[str, Step]]] = [[] for _ in episodes]
     for step in range(max(len(steps) for steps in separate)):
         for episode, steps, expected in zip(episodes, together, separate, strict=True):
             if step < len(expected):
                 action = _invalid_action(episode, step)
-                steps.append((action, validate_step(episode.step(action))))
+                steps.append((action, validate_step(resolve(episode.step(action)))))
     if [_comparable(steps) for steps in together] != separate:
         return "an episode changed another: reset must create all state of an episode (lists, generators, ...)"
     return ""
@@ -170,8 +171,8 @@ def _splits(env: Env, prompts: Sequence[Prompt]) -> str:
 
 def _close(env: Env, prompts: Sequence[Prompt]) -> str:
     """Raises if a call fails."""
-    env.close()
-    env.close()
+    resolve(env.close())
+    resolve(env.close())
     return ""
 
 

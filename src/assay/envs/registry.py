@@ -8,9 +8,12 @@ from __future__ import annotations
 import string
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from inspect import isawaitable
 from typing import Any
 
+from assay.awaiting import resolve, submit
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv, as_messages, check_attributes
 from assay.envs.builtin import Calculator, CountdownTries, GuessNumber, PythonTool, Stepwise
 from assay.envs.verifiers_env import PREFIX as VERIFIERS
@@ -96,15 +99,15 @@ def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
         def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
             super().reset(seed=seed)
             episode_seed = int(self.np_random.integers(2**31))  # without a seed: the next one of the last generator
-            observation, info = self.env.reset(seed=episode_seed, options=options)
+            observation, info = resolve(self.env.reset(seed=episode_seed, options=options))
             return text(observation), info
 
         def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-            observation, reward, terminated, truncated, info = self.env.step(action)
+            observation, reward, terminated, truncated, info = resolve(self.env.step(action))
             return text(observation), float(reward), terminated, truncated, info
 
         def close(self) -> None:
-            self.env.close()
+            resolve(self.env.close())
 
     return TextEnv()
 
@@ -126,7 +129,7 @@ class FromGymnasium(Env):
             if hasattr(self.inner, option):
                 setattr(self, option, getattr(self.inner, option))
         self._copies = weakref.WeakSet([self])
-        self._close_inner = weakref.finalize(self, getattr(self.inner, "close", lambda: None))
+        self._close_inner = weakref.finalize(self, _close, self.inner)
 
     def copy(self) -> FromGymnasium:
         other = FromGymnasium(self.make, self.name)
@@ -145,5 +148,12 @@ class FromGymnasium(Env):
         return gold() if gold else None
 
     def close(self) -> None:
-        for env in list(self._copies):
-            env._close_inner()  # at most once per environment
+        for closing in [env._close_inner() for env in list(self._copies)]:  # at most once per environment
+            if closing is not None:
+                closing.result()
+
+
+def _close(inner: Any) -> Future[None] | None:
+    """Close an environment. If `close` is `async`, it runs in the background."""
+    result = getattr(inner, "close", lambda: None)()
+    return submit(result) if isawaitable(result) else None

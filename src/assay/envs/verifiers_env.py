@@ -13,17 +13,15 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import Any, Self
 
-from assay.endpoint import LoopThread
-from assay.envs.base import Env, Info, Observation, Step, as_messages, error_step, safe_reset
+from assay.awaiting import resolve
+from assay.envs.base import Env, Info, Observation, Step, as_messages, safe_reset
 from assay.rewards import importing
 from assay.tasks.base import LazyPrompts
 from assay.tasks.sources import DataRow, RowTask, list_source
 from assay.types import Message, Prompt, Status, UserError, Verdict, describe_user_error, missing_extra
-
-if TYPE_CHECKING:
-    from assay.envs.verifiers_policy import Channel
 
 PREFIX = "verifiers:"
 ROW = "verifiers_task"  # the prompt field with the position of its task in the taskset
@@ -102,7 +100,7 @@ def settings(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class VerifiersEnv(Env):
-    """An environment of verifiers. Copies share it, and the thread with its event loop."""
+    """An environment of verifiers. Copies share it."""
 
     role = "user"
 
@@ -113,30 +111,34 @@ class VerifiersEnv(Env):
         (agent,) = env._agent_specs.values()
         self.max_steps = agent.max_turns or Env.max_steps
         self.instruction = self.default_extract = ""
-        self.rollout: PlayedRollout | None = None
-        self.original = self  # of which copies are made; rollouts refer to it, so that deleting a copy ends its rollout
-        self.client, self.loop = PolicyClient(), LoopThread()
+        self.client = PolicyClient()
         self.episodes: set[asyncio.Task[Any]] = set()  # under way
         self.serving: asyncio.Task[None] | None = None
+        self.rollout: PlayedRollout | None = None
+        self.original = self  # rollouts refer to it, so that deleting a copy ends its rollout
         try:
-            self.serving = self.loop.call(self._start())
-            first = self.loop.call(PlayedRollout(self, tasks[0]).begin())
+            first = resolve(self._start())
         except Exception as error:
-            self.close()
+            resolve(self.close())
             raise UserError(f"{name} cannot be started: {describe_user_error(error)}") from error
         self.rows = VerifiersRows(tasks, name, tool_text(first.get("tools") or ()))
         self.has_all = self.rows.has_all
 
-    async def _start(self) -> asyncio.Task[None]:
-        """Start the servers of the environment, in a task that holds them until it is cancelled."""
+    async def _start(self) -> Mapping[str, Any]:
+        """Start the servers of the environment; returns the first request of the first task."""
         ready = asyncio.get_running_loop().create_future()
-        serving = asyncio.ensure_future(self._serve(ready))
-        await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            serving.result()
-        return serving
+        self.serving = asyncio.ensure_future(self._serve(ready))
+        await asyncio.wait([ready, self.serving], return_when=asyncio.FIRST_COMPLETED)
+        if self.serving.done():
+            self.serving.result()
+        rollout = PlayedRollout(self, self.tasks[0])
+        try:
+            return await rollout.begin()
+        finally:
+            rollout.episode.cancel()
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
+        """Hold the servers until this task is cancelled: they must be started and stopped by the same task."""
         from assay.envs.verifiers_policy import CLIENT
 
         async with self.env.serving():
@@ -156,8 +158,7 @@ class VerifiersEnv(Env):
         return LazyPrompts(started, len(prompts))
 
     def _first_messages(self, prompt: Prompt) -> tuple[Message, ...]:
-        episode = self.copy()
-        messages, _ = safe_reset(episode, None, {"prompt": prompt})
+        messages, _ = resolve(safe_reset(self.copy(), None, {"prompt": prompt}))
         return as_messages(messages, self.role)
 
     def copy(self) -> Self:
@@ -165,41 +166,27 @@ class VerifiersEnv(Env):
         other.rollout = None
         return other
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, Info]:
         prompt: Prompt | None = (options or {}).get("prompt")
         if prompt is None:
-            train = self.prompts("train")
+            train = self.rows.prompts("train")
             prompt = train[(seed or 0) % len(train)]
+        if self.rollout is not None:
+            self.rollout.episode.cancel()
         self.rollout = PlayedRollout(self.original, self.tasks[prompt.fields[ROW]])
-        self.loop.call(self.rollout.begin())
+        cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, self.rollout.episode.cancel)
+        weakref.finalize(self, cancel).atexit = False
+        await self.rollout.begin()
         return self.rollout.seen, {"id": prompt.id}
 
-    def step(self, action: str) -> Step:
-        return self.loop.call(self._played().advance(action))
-
-    def step_all(self, episodes: Sequence[Env], actions: Sequence[str]) -> list[Step]:
-        """Advance all episodes in one event loop: what they await, such as requests of tools, runs concurrently."""
-        played = [episode._played() for episode in episodes if isinstance(episode, VerifiersEnv)]
-
-        async def advance() -> list[Step | BaseException]:
-            steps = (rollout.advance(action) for rollout, action in zip(played, actions, strict=True))
-            return await asyncio.gather(*steps, return_exceptions=True)
-
-        results = self.loop.call(advance())
-        return [error_step(result) if isinstance(result, BaseException) else result for result in results]
-
-    def _played(self) -> PlayedRollout:
+    async def step(self, action: str) -> Step:
         assert self.rollout is not None, "reset comes first"
-        return self.rollout
+        return await self.rollout.advance(action)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End rollouts that are under way, and release what the environment holds."""
-        if not self.loop.running:
-            return
-        self.loop.call(self._tear_down())
-        self.loop.stop()
-
-    async def _tear_down(self) -> None:
         for tasks in (self.episodes, {self.serving} if self.serving else set()):  # in this order
             for task in tasks:
                 task.cancel()
@@ -207,34 +194,30 @@ class VerifiersEnv(Env):
 
 
 class PlayedRollout:
-    """One episode of an environment, which waits whenever it needs a reply of the policy."""
+    """One episode of an environment, which verifiers plays in a task. It waits whenever it needs a reply."""
 
     def __init__(self, owner: VerifiersEnv, task: Any) -> None:
-        self.owner, self.task = owner, task
+        self.owner = owner
         self.seen: list[Message] = []  # the messages that the policy has read or written
+        self.request, self.reply = self._new_future(), self._new_future()  # to the policy, and its reply
+        self.episode = asyncio.ensure_future(self._play(task))
+        owner.episodes.add(self.episode)
+        self.episode.add_done_callback(owner.episodes.discard)
 
     async def begin(self) -> Mapping[str, Any]:
-        """Run the environment up to its first request, and return it."""
-        from assay.envs.verifiers_policy import Channel
-
-        self.channel = Channel()
-        self.episode = asyncio.ensure_future(play(self.owner, self.task, self.channel))
-        self.owner.episodes.add(self.episode)
-        self.episode.add_done_callback(self.owner.episodes.discard)
-        loop, episode = self.owner.loop, self.episode
-        self.cancel = weakref.finalize(self, lambda: loop.post(episode.cancel) if loop.running else None)
-        self.cancel.atexit = False
-        request = await self._request()
+        """Wait for the first request of the environment, and return it."""
+        request = await self._next_request()
         if request is None:
-            reason = failure(episode.result()) or "it ended"
+            reason = failure(self.episode.result()) or "it ended"
             raise UserError(f"{self.owner.name}: the episode ended before the first reply of the policy: {reason}")
         self.seen = as_text_messages(request["messages"], tool_text(request.get("tools") or ()))
         return request
 
     async def advance(self, action: str) -> Step:
         """Pass the policy's reply to the environment; what it says next, or the result of the episode."""
-        await self.channel.replies.put(action)
-        request = await self._request()
+        self.request = self._new_future()
+        self.reply.set_result(action)
+        request = await self._next_request()
         if request is None:
             return result(self.episode.result())
         messages = as_text_messages(request["messages"], tool_text(request.get("tools") or ()))
@@ -245,38 +228,39 @@ class PlayedRollout:
         self.seen = [*expected, *new]
         return new, 0.0, False, False, {}
 
-    async def _request(self) -> Mapping[str, Any] | None:
+    async def ask(self, request: Mapping[str, Any]) -> str:
+        """The reply of the policy, for the environment."""
+        self.reply = self._new_future()
+        self.request.set_result(request)
+        return await self.reply
+
+    async def _next_request(self) -> Mapping[str, Any] | None:
         """The next request to the policy; None if the episode has ended. Raises what the episode raised."""
-        waiting = asyncio.ensure_future(self.channel.requests.get())
+        await asyncio.wait([self.request, self.episode], return_when=asyncio.FIRST_COMPLETED)
+        return self.request.result() if self.request.done() else self.episode.result() and None
+
+    async def _play(self, task: Any) -> Any:
+        """Play the episode and return verifiers' record of it."""
+        from verifiers.v1.clients import ModelContext  # type: ignore[import-not-found,unused-ignore]
+
+        from assay.envs.verifiers_policy import CLIENT, MODEL
+
+        ids: list[str] = []
+
+        def connect(trace: Any) -> None:
+            if ids:
+                raise UserError("the environment runs its agent more than once, which is not supported")
+            ids.append(trace.id)
+            self.owner.client.ask[trace.id] = self.ask
+
         try:
-            await asyncio.wait([self.episode, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                return waiting.result()
-            self.episode.result()
-            return None
+            return await self.owner.env.run_episode(task, ModelContext(MODEL, CLIENT), on_trace=connect)
         finally:
-            waiting.cancel()
+            for trace_id in ids:
+                del self.owner.client.ask[trace_id]
 
-
-async def play(owner: VerifiersEnv, task: Any, channel: Channel) -> Any:
-    """Play an episode and return verifiers' record of it."""
-    from verifiers.v1.clients import ModelContext  # type: ignore[import-not-found,unused-ignore]
-
-    from assay.envs.verifiers_policy import CLIENT, MODEL
-
-    ids: list[str] = []
-
-    def connect(trace: Any) -> None:
-        if ids:
-            raise UserError("the environment runs its agent more than once, which is not supported")
-        ids.append(trace.id)
-        owner.client.channels[trace.id] = channel
-
-    try:
-        return await owner.env.run_episode(task, ModelContext(MODEL, CLIENT), on_trace=connect)
-    finally:
-        for trace_id in ids:
-            del owner.client.channels[trace_id]
+    def _new_future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
 
 
 def failure(episode: Any) -> str:

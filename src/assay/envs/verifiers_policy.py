@@ -5,13 +5,11 @@ Imported only when verifiers is used. `HARNESS` is the id of the harness in sett
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp  # type: ignore[import-not-found,unused-ignore]
@@ -32,26 +30,16 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 sys.modules.setdefault(HARNESS, sys.modules[__name__])  # verifiers imports a harness by its id
 
 
-@dataclass
-class Channel:
-    """Requests of one rollout to the policy, and the policy's replies."""
-
-    requests: asyncio.Queue[Mapping[str, Any]] = field(default_factory=asyncio.Queue)
-    replies: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-
-
 class PolicyClient(Client):  # type: ignore[misc,unused-ignore]
-    """Passes each model request of a rollout to its channel and waits for the reply of the policy."""
+    """Passes each model request of a rollout to the policy."""
 
     def __init__(self) -> None:
-        self.channels: dict[str, Channel] = {}  # by the id of the trace
+        self.ask: dict[str, Callable[[Mapping[str, Any]], Awaitable[str]]] = {}  # by the id of the trace
 
     async def get_response(
         self, dialect: Any, body: dict[str, Any], sampling: Any, session_id: str = "", **options: Any
     ) -> Any:
-        channel = self.channels[session_id]
-        await channel.requests.put(body)
-        text = await channel.replies.get()
+        text = await self.ask[session_id](body)
         calls = tool_calls(text) if body.get("tools") else []
         message = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}

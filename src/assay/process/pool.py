@@ -28,6 +28,7 @@ Item = tuple[Any, ...]
 
 START_LIMIT_S = 120.0  # to start an interpreter and import what the function needs
 REPORT_S = 0.5
+GRACE_S = 1.0  # for a worker that applies the time limit itself, because it processes items concurrently
 MAX_CHUNK = 64
 MAX_CHUNK_CHARS = 1_000_000
 LOST = (EOFError, BrokenPipeError, BadMessage)  # raised for a worker that died or that sends invalid messages
@@ -51,6 +52,8 @@ class WorkerPool(Generic[T]):
     An item that takes longer than the time limit gives an ItemFailure; its worker is killed, with everything it
     started, and replaced. If a worker dies (a crash, the kernel's out-of-memory killer) or sends an invalid message,
     its item is tried once more in a new worker; if that fails too, the result is an ItemFailure.
+
+    An `async` function (`WorkerSettings.concurrent`) processes up to `MAX_CHUNK` items concurrently in each worker.
     """
 
     def __init__(self, settings: WorkerSettings, workers: int, parse: Callable[[Any], T]) -> None:
@@ -73,7 +76,7 @@ class WorkerPool(Generic[T]):
         if not items:
             return []
         batch = _Batch(len(items))
-        for chunk in _split(batch, items, self._workers):
+        for chunk in _split(batch, items, self._workers, 1 if self._settings.concurrent else 4):
             self._jobs.put(chunk)
         return batch.wait(report)
 
@@ -148,7 +151,10 @@ class _WorkerThread(threading.Thread):
                 chunk.put(worker.next_result(chunk.items[0][0], self._parse))
         except TimeoutError:
             self._discard()
-            chunk.put(ItemFailure(timed_out=True))
+            if self._settings.concurrent and len(chunk.items) > 1:  # one of them blocked the event loop of all
+                retry = chunk.pop_all()
+            else:
+                chunk.put(ItemFailure(timed_out=True))
         except LOST as error:
             reason = self._lost(error)
             if chunk.retried:
@@ -235,7 +241,8 @@ class _Worker(ChildProcess):
 
     def next_result(self, index: int, parse: Callable[[Any], T]) -> T | ItemFailure:
         """Return the result of the item with this index. Raises TimeoutError, or one of LOST."""
-        deadline = time.monotonic() + self._settings.timeout_s
+        limit_s = self._settings.timeout_s + (GRACE_S if self._settings.concurrent else 0)
+        deadline = time.monotonic() + limit_s
         paused = False
         while True:
             message = self._messages.receive(deadline)
@@ -244,11 +251,13 @@ class _Worker(ChildProcess):
                 deadline = time.monotonic() + START_LIMIT_S
             elif message["kind"] == "resumed" and paused:
                 paused = False
-                deadline = time.monotonic() + self._settings.timeout_s
+                deadline = time.monotonic() + limit_s
             elif type(message.get("index")) is not int or message["index"] != index:
                 raise BadMessage("it is not the requested result")
             elif message["kind"] == "result":
                 return parse(message.get("value"))
+            elif message["kind"] == "timeout":
+                return ItemFailure(timed_out=True)
             elif message["kind"] == "error" and isinstance(message.get("detail"), str):
                 return ItemFailure(timed_out=False, detail=message["detail"])
             else:
@@ -307,14 +316,19 @@ class _Chunk:
         """Remove the first item, to be tried again in another worker."""
         return _Chunk(self.batch, [self.items.pop(0)], retried=True)
 
+    def pop_all(self) -> list[_Chunk]:
+        """Remove all items, to be tried one by one."""
+        items, self.items = self.items, []
+        return [_Chunk(self.batch, [item]) for item in items]
+
     def halves(self) -> list[_Chunk]:
         middle = (len(self.items) + 1) // 2
         return [_Chunk(self.batch, part) for part in (self.items[:middle], self.items[middle:]) if part]
 
 
-def _split(batch: _Batch, items: Sequence[Item], workers: int) -> list[_Chunk]:
+def _split(batch: _Batch, items: Sequence[Item], workers: int, per_worker: int = 4) -> list[_Chunk]:
     """Split items into chunks small enough that all workers stay busy and no message is huge."""
-    size = max(1, min(MAX_CHUNK, -(-len(items) // (workers * 4))))
+    size = max(1, min(MAX_CHUNK, -(-len(items) // (workers * per_worker))))
     chunks: list[_Chunk] = []
     chars_left = 0
     for index, item in enumerate(items):

@@ -18,7 +18,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache, partial
+from inspect import isawaitable
+from typing import Any, Literal, NoReturn
 
 from assay.process import isolation
 from assay.process.messages import encode_json, receive, send_bytes, send_json
@@ -53,6 +55,7 @@ class WorkerSettings:
     level: Level
     user_code: bool  # modules of the user's project must be importable
     environment: dict[str, str]
+    concurrent: bool = False  # the function is `async`: the items of a message are processed concurrently
 
 
 def environment(level: Level, pass_env: Sequence[str] = ()) -> dict[str, str]:
@@ -110,8 +113,8 @@ def main() -> None:
             items = receive(incoming)
             if settings.level != "off":
                 _limit_cpu(len(items) * settings.timeout_s)
-            for index, item in items:
-                send_bytes(outgoing, _answer(function, index, item))
+            for answer in _answers(function, items, settings):
+                send_bytes(outgoing, answer)
     except (EOFError, BrokenPipeError):
         return
 
@@ -154,8 +157,57 @@ def _limit_cpu(seconds: float) -> None:
     isolation.limit("RLIMIT_CPU", int(used.ru_utime + used.ru_stime + _CORES * seconds) + CPU_GRACE_S)
 
 
-def _answer(function: Callable[..., Any], index: int, item: Sequence[Any]) -> bytes:
+def _answers(
+    function: Callable[..., Any], items: Sequence[tuple[int, Sequence[Any]]], settings: WorkerSettings
+) -> Iterator[bytes]:
+    """Call the function with each item; yield the messages about the results in order."""
+    if not settings.concurrent:
+        for index, item in items:
+            yield _answer(index, partial(_finished, function, item))
+        return
+    import asyncio  # late: most workers do not need it
+
+    async def answer(index: int, item: Sequence[Any]) -> bytes:
+        limit = asyncio.timeout(settings.timeout_s)
+        try:
+            async with limit:
+                value = await _awaited(function(*item))
+        except BaseException as error:
+            failure = error
+            if limit.expired():
+                return encode_json({"kind": "timeout", "index": index})
+            return _answer(index, lambda: _raise(failure))
+        return _answer(index, lambda: value)
+
+    async def gather() -> list[bytes]:
+        return await asyncio.gather(*(answer(*item) for item in items))
+
+    yield from _event_loop().run_until_complete(gather())
+
+
+def _answer(index: int, result: Callable[[], Any]) -> bytes:
     try:
-        return encode_json({"kind": "result", "index": index, "value": function(*item)})
+        return encode_json({"kind": "result", "index": index, "value": result()})
     except BaseException as error:  # SystemExit, and libraries whose timeouts derive from BaseException
         return encode_json({"kind": "error", "index": index, "detail": describe_error(error)})
+
+
+def _finished(function: Callable[..., Any], item: Sequence[Any]) -> Any:
+    result = function(*item)
+    return _event_loop().run_until_complete(_awaited(result)) if isawaitable(result) else result
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if isawaitable(value) else value
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+@cache
+def _event_loop() -> Any:
+    """The event loop of this worker, in which objects of the function can live from item to item."""
+    import asyncio
+
+    return asyncio.new_event_loop()

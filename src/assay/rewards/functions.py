@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Literal
 
+from assay.awaiting import attempt, is_async, then
 from assay.rewards.importing import absolute_path, load_object
 from assay.types import MAX_REWARD, Status, UserError, Verdict, describe_user_error, is_valid_reward, plural
 
@@ -77,32 +79,37 @@ class FunctionJudge:
         signature = _function(self.path)[1]
         return self.sees_group or not (signature.names or frozenset()).isdisjoint(PROMPT_FIELDS)
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+    @property
+    def is_async(self) -> bool:
+        return is_async(_function(self.path)[0])
+
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
+        """Judge one answer; the verdict has to be awaited if the function is `async`."""
         function, signature = _function(self.path)
         if signature.convention == "trl":
-            return self.judge_group([completion], answer, fields)[0]
-        try:
-            if signature.convention == "verl":
-                return _verl_verdict(_call(function, **_verl_arguments(signature, completion, answer, fields)))
-            chosen = signature.chosen(fields, excluded=("completion", "answer"))
-            return as_verdict(_call(function, completion, answer, **chosen))
-        except Exception as error:
-            return Verdict(0.0, Status.ERROR, detail=describe_user_error(error))
+            return then(self.judge_group([completion], answer, fields), itemgetter(0))
 
-    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+        def call() -> Any:
+            if signature.convention == "verl":
+                return then(function(**_verl_arguments(signature, completion, answer, fields)), _verl_verdict)
+            chosen = signature.chosen(fields, excluded=("completion", "answer"))
+            return then(function(completion, answer, **chosen), as_verdict)
+
+        return attempt(call, _error_verdict, Exception)
+
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
         """Judge all answers to a prompt with one call of a function in TRL's signature."""
         function, signature = _function(self.path)
-        try:
+
+        def call() -> Any:
             rewards = _call_trl(function, signature, completions, answer, fields)
-        except Exception as error:
-            detail = describe_user_error(error)
-            return [Verdict(0.0, Status.ERROR, detail=detail) for _ in completions]
-        return [_verdict_or_error(reward) for reward in rewards]
+            return then(rewards, lambda rewards: [_verdict_or_error(reward) for reward in rewards])
+
+        return attempt(call, lambda error: [_error_verdict(error) for _ in completions], Exception)
 
 
-def _call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    result = function(*args, **named)
-    return _await(result) if inspect.isawaitable(result) else result
+def _error_verdict(error: BaseException) -> Verdict:
+    return Verdict(0.0, Status.ERROR, detail=describe_user_error(error))
 
 
 def _call_trl(
@@ -111,7 +118,7 @@ def _call_trl(
     completions: Sequence[str],
     answer: str,
     fields: Mapping[str, Any],
-) -> list[Any]:
+) -> Any:
     """Call a function with lists, as TRL does; the columns are the answer, the solution and the fields of the prompt.
 
     TRL passes strings, or lists of messages if its dataset is conversational. A function that is not annotated gets
@@ -126,17 +133,17 @@ def _call_trl(
         given = {"prompts": [prompt] * count, "completions": list(answers)}
         if signature.names is not None and "prompts" not in signature.names:
             del given["prompts"]
-        return _call(function, **given, **columns)
+        return then(function(**given, **columns), lambda result: _as_list(result, count))
 
-    replies = [[{"role": "assistant", "content": completion}] for completion in completions]
+    def call_with_messages(error: BaseException | None = None) -> Any:
+        if error is not None and not any(text in str(error) for text in _STRING_USED_AS_MESSAGES):
+            raise error
+        return call(messages, [[{"role": "assistant", "content": completion}] for completion in completions])
+
     if signature.conversational:
-        return _as_list(call(messages, replies), count)
-    try:
-        return _as_list(call("\n".join(message["content"] for message in messages), completions), count)
-    except (TypeError, IndexError, AttributeError) as error:
-        if not any(text in str(error) for text in _STRING_USED_AS_MESSAGES):
-            raise
-    return _as_list(call(messages, replies), count)
+        return call_with_messages()
+    question = "\n".join(message["content"] for message in messages)
+    return attempt(lambda: call(question, completions), call_with_messages, (TypeError, IndexError, AttributeError))
 
 
 def _as_list(result: Any, count: int) -> list[Any]:
@@ -153,10 +160,7 @@ def _as_list(result: Any, count: int) -> list[Any]:
 def _verdict_or_error(reward: Any) -> Verdict:
     if reward is None:
         return Verdict(0.0, Status.ERROR, detail=NOT_APPLICABLE)
-    try:
-        return as_verdict(reward)
-    except Exception as error:
-        return Verdict(0.0, Status.ERROR, detail=describe_user_error(error))
+    return attempt(lambda: as_verdict(reward), _error_verdict, Exception)
 
 
 def _verl_arguments(signature: Signature, completion: str, answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,19 +243,3 @@ def _signature(path: str, parameters: Sequence[inspect.Parameter]) -> Signature:
         raise UserError(f"'{path}' takes ({stated}), but a reward function must be {SIGNATURES}")
     first_two = {parameter.name for parameter in positional[:2]}
     return Signature("assay", names, tuple(name for name in required if name not in first_two))
-
-
-def _await(awaitable: Any) -> Any:
-    import asyncio  # imported late: it would slow down the start of every worker
-
-    async def wait() -> Any:
-        return await awaitable
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(wait())
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as executor:  # in a notebook, this thread already runs an event loop
-        return executor.submit(asyncio.run, wait()).result()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Protocol
 
+from assay.awaiting import attempt, is_async, resolve, then, together
 from assay.rewards.functions import NOT_APPLICABLE
 from assay.types import TASK_LABEL, Prompt, Status, UserError, Verdict, describe_error
 
@@ -22,9 +24,11 @@ class Judge(Protocol):
 
     A judge with `sees_group = True` has `judge_group(completions, answer, fields)`, which returns a verdict for each
     answer to a prompt. With `wants_prompt = True`, its fields also contain `messages` and `solution` of the prompt.
+
+    Both methods may be `async`: many answers are then judged concurrently.
     """
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict: ...
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict | Awaitable[Verdict]: ...
 
 
 def prepare_judge(judge: Judge) -> None:
@@ -49,23 +53,32 @@ def judged_fields(judge: Any, prompt: Prompt) -> Mapping[str, Any]:
     return given if prompt.solution is None else given | {"solution": prompt.solution}
 
 
-def judge_group(judge: Any, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
-    """Judge all answers to a prompt, together if the judge compares them."""
+def judges_async(judge: Any) -> bool:
+    """Return whether verdicts have to be awaited."""
+    if getattr(judge, "is_async", False) or is_async(judge) or is_async(getattr(judge, "judge_group", None)):
+        return True
+    return any(map(judges_async, inner_judges(judge)))
+
+
+def inner_judges(judge: Any) -> Sequence[Any]:
+    return [judge.judge] if hasattr(judge, "judge") else getattr(judge, "judges", ())
+
+
+def judge_group(judge: Any, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
+    """Judge all answers to a prompt, together if the judge compares them; awaitable if the judge is `async`."""
     if sees_group(judge):
         return judge.judge_group(completions, answer, fields)
-    return [judge(completion, answer, fields) for completion in completions]
+    return together([judge(completion, answer, fields) for completion in completions])
 
 
-def judge_group_safely(
-    judge: Judge, completions: Sequence[str], answer: str, fields: Mapping[str, Any]
-) -> list[Verdict]:
-    """As `judge_safely`, for all answers to a prompt."""
-    try:
-        return judge_group(judge, completions, answer, fields)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+def judge_group_safely(judge: Judge, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
+    """Judge all answers to a prompt. If the judge raises anything except KeyboardInterrupt, their status is error."""
+
+    def failed(error: BaseException) -> list[Verdict]:
         return [failed_verdict(judge, Status.ERROR, describe_error(error)) for _ in completions]
+
+    # SystemExit, and libraries whose timeouts derive from BaseException
+    return attempt(lambda: judge_group(judge, completions, answer, fields), failed, BaseException)
 
 
 def binary_verdict(status: Status, parsed: str | None, in_form: float, detail: str = "") -> Verdict:
@@ -75,13 +88,9 @@ def binary_verdict(status: Status, parsed: str | None, in_form: float, detail: s
 
 
 def judge_safely(judge: Judge, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-    """Call a judge. If it raises anything except KeyboardInterrupt, return a verdict with status error."""
-    try:
-        return judge(completion, answer, fields)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit, and libraries whose timeouts derive from BaseException
-        return failed_verdict(judge, Status.ERROR, describe_error(error))
+    """As `judge_group_safely`, for one answer; waits for the verdict."""
+    (verdict,) = resolve(judge_group_safely(judge, [completion], answer, fields))
+    return verdict
 
 
 def failed_verdict(judge: Judge, status: Status, detail: str) -> Verdict:
@@ -137,12 +146,12 @@ class RewardMix:
         if self.format_pattern is not None:
             _compiled(self.format_pattern)
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-        return self.shape(self.judge(completion, answer, fields), completion)
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
+        return then(self.judge(completion, answer, fields), lambda verdict: self.shape(verdict, completion))
 
-    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
         verdicts = judge_group(self.judge, completions, answer, fields)
-        return [self.shape(verdict, completion) for verdict, completion in zip(verdicts, completions, strict=True)]
+        return then(verdicts, lambda verdicts: list(map(self.shape, verdicts, completions)))
 
     @property
     def sees_group(self) -> bool:
@@ -209,11 +218,11 @@ class SeveralJudges(ABC):
         for judge in self.judges:
             prepare_judge(judge)
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-        return self.judge_group([completion], answer, fields)[0]
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
+        return then(self.judge_group([completion], answer, fields), itemgetter(0))
 
     @abstractmethod
-    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]: ...
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -227,9 +236,9 @@ class RewardSum(SeveralJudges):
     weights: tuple[float, ...]
     names: tuple[str, ...]
 
-    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
-        by_judge = [judge_group(judge, completions, answer, fields) for judge in self.judges]
-        return [self._sum(verdicts) for verdicts in zip(*by_judge, strict=True)]
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
+        by_judge = together([judge_group(judge, completions, answer, fields) for judge in self.judges])
+        return then(by_judge, lambda by_judge: [self._sum(verdicts) for verdicts in zip(*by_judge, strict=True)])
 
     def shape(self, verdict: Verdict, completion: str) -> Verdict:
         """Return the verdict on a completion that could not be judged: its reward is that of the first judge."""
@@ -261,7 +270,7 @@ class JudgeByTask(SeveralJudges):
 
     labels: tuple[str, ...]
 
-    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[Verdict]:
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
         if fields.get(TASK_LABEL) not in self.labels:
             raise UserError(f"the field {TASK_LABEL} must be one of {', '.join(self.labels)}")
         return judge_group(self.judges[self.labels.index(fields[TASK_LABEL])], completions, answer, fields)

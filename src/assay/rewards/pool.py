@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from assay.awaiting import resolve, then, together
 from assay.process.messages import BadMessage
 from assay.process.pool import ItemFailure, StartFailed, WorkerPool
 from assay.process.sandbox import Level, WorkerSettings, environment
@@ -17,8 +18,10 @@ from assay.rewards.functions import FunctionJudge
 from assay.rewards.judge import (
     Judge,
     failed_verdict,
+    inner_judges,
     judge_group_safely,
     judged_fields,
+    judges_async,
     prepare_judge,
     sees_group,
 )
@@ -43,7 +46,8 @@ class JudgePool:
     name in the section `reward`: "auto" is strict for judges of this package and basic for users' code (see
     `assay.process.sandbox`). `workers=0` judges in this process without any limit: for tests and trusted judges.
 
-    A judge that sees groups judges all answers to a prompt in one call, to which the time limit applies.
+    A judge that sees groups judges all answers to a prompt in one call, to which the time limit applies. A judge that
+    is `async` judges up to 64 items concurrently in each process.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class JudgePool:
         if not groups:
             return []
         if self._pool is None:
-            return [judge_group_safely(self._judge, *group) for group in groups]
+            return resolve(together([judge_group_safely(self._judge, *group) for group in groups]))
         try:
             arguments = [(list(texts), answer, dict(fields)) for texts, answer, fields in groups]
             results = self._pool.map(arguments, report and (lambda done: report(done, len(groups))))
@@ -155,8 +159,8 @@ class JudgeInWorker:
     def prepare(self) -> None:
         prepare_judge(self.judge)
 
-    def __call__(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [plain_values(verdict) for verdict in judge_group_safely(self.judge, completions, answer, fields)]
+    def __call__(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
+        return then(judge_group_safely(self.judge, completions, answer, fields), lambda all: [*map(plain_values, all)])
 
 
 def plain_values(verdict: Verdict) -> dict[str, Any]:
@@ -208,7 +212,9 @@ def _worker_settings(
             "make it a dataclass at the top level of a module, or name a function by its path"
         ) from None
     level = level_for(judge, sandbox)
-    return WorkerSettings(function, timeout_s, memory_gb, level, is_user_code(judge), environment(level, pass_env))
+    return WorkerSettings(
+        function, timeout_s, memory_gb, level, is_user_code(judge), environment(level, pass_env), judges_async(judge)
+    )
 
 
 def level_for(judge: Any, sandbox: Sandbox) -> Level:
@@ -222,11 +228,7 @@ def least_timeout_s(judge: Any) -> float:
     With a shorter one, a program that never ends would cost its worker process instead of ending by itself.
     """
     own = judge.timeout_s + MARGIN_S if isinstance(judge, CodeJudge) else 0.0
-    return max([own, *map(least_timeout_s, _inner_judges(judge))])
-
-
-def _inner_judges(judge: Any) -> Sequence[Any]:
-    return [judge.judge] if hasattr(judge, "judge") else getattr(judge, "judges", ())
+    return max([own, *map(least_timeout_s, inner_judges(judge))])
 
 
 def is_user_code(judge: Any) -> bool:
@@ -234,4 +236,4 @@ def is_user_code(judge: Any) -> bool:
     module = judge.__module__ if hasattr(judge, "__qualname__") else type(judge).__module__
     if isinstance(judge, FunctionJudge) or module.partition(".")[0] != "assay":
         return True
-    return any(map(is_user_code, _inner_judges(judge)))
+    return any(map(is_user_code, inner_judges(judge)))

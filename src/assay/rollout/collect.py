@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol, Self, TypeVar
 
+from assay.awaiting import resolve
 from assay.config import EvalConfig, SamplingConfig
 from assay.engine.base import CountReport, Engine, Request, RequestError, SampleCounter, SamplingParams
 from assay.engine.client import ClientThread, EngineClient, run_sync
@@ -23,7 +24,6 @@ from assay.types import Group, Progress, Prompt, Rollout, Status, Turn, UserErro
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
-STEP_THREADS = 8  # for steps of slow environments
 
 
 def sampling_params(cfg: SamplingConfig | EvalConfig, n: int, training: SamplingConfig | None = None) -> SamplingParams:
@@ -81,7 +81,7 @@ class Collector:
             self.judge.close()
         finally:
             if self.env is not None:
-                self.env.close()
+                resolve(self.env.close())
 
     def collect(
         self,
@@ -171,7 +171,7 @@ class Collector:
             with client.showing(counter):
                 played = self.thread.run(self._play(client, requests, counter))
         else:
-            client = EngineClient(self.engine, strict=not self._threads)
+            client = EngineClient(self.engine, self._strict)
             with client.showing(counter), counter.watching(self.engine):
                 played = run_sync(self._play(client, requests, counter), client)
         return [] if self.mesh.tp_rank else self.finish(played, started)
@@ -183,35 +183,32 @@ class Collector:
         player = self.player(client, counter)
         groups = [player.start(*request) for request in requests]
         try:
-            await all_ended(groups)
+            errors = await all_ended([group.result for group in groups])
         finally:
             for group in groups:
                 group.cancel()
-            player.close()
         counter.show()
-        failed = [error for group in groups if isinstance(error := group.result.exception(), RequestError)]
-        if failed and (not self.keep_failures or self.env is not None or len(failed) == len(groups)):
-            raise RequestError({number: line for error in failed for number, line in error.errors.items()})
+        if errors and (not self.keep_failures or self.env is not None or all(one.result.exception() for one in groups)):
+            raise RequestError(errors)
         return groups
 
     def player(self, client: EngineClient, counter: SampleCounter | None = None) -> GroupPlayer:
         """Plays groups of this collector's kind."""
         rules = None if self.env is None else self.episode_rules(self.env)
-        return GroupPlayer(client, rules, self._threads, counter)
+        return GroupPlayer(client, rules, counter)
 
     def episode_rules(self, env: Env) -> EpisodeRules:
         return EpisodeRules(self.engine.info, self.renderer, env, self.limits)
 
     @property
-    def _threads(self) -> int:
-        """Number of threads for steps of a slow environment.
+    def _strict(self) -> bool:
+        """Whether the engine waits for environments. If not, batches depend on the clock.
 
-        With threads the order depends on the clock. So there are none in synchronous runs on CPUs, which are
-        reproducible to the last bit, nor where several ranks have to make the same calls.
+        It waits in synchronous runs on CPUs, which are reproducible to the last bit, and where several ranks have to
+        make the same calls.
         """
         slow = self.env is not None and self.env.slow
-        exact = self.mesh.device.type == "cpu" and self.thread is None
-        return STEP_THREADS if slow and not exact and self.mesh.tp_size == 1 else 0
+        return not slow or self.mesh.device.type == "cpu" or self.mesh.tp_size > 1
 
     def finish(self, played: Sequence[GroupInPlay], started: float | None = None) -> list[Group]:
         """Judge groups that have ended. `started`: see `_judge`."""

@@ -81,13 +81,12 @@ class EpisodeRules:
     env: Env
     limits: Limits = field(default_factory=Limits)
 
-    def start_episodes(self, prompt: Prompt, first: Request) -> tuple[list[Episode], Request]:
-        """Start an episode for each sample of a prompt; return the episodes and the request of their first turn."""
-        episodes = []
-        for sample in range(first.params.n):
-            env = self.env.copy()
-            env.start(prompt)
-            episodes.append(Episode(prompt, first, sample, env, next_context_ids=list(first.prompt_ids)))
+    def new_episodes(self, prompt: Prompt, first: Request) -> tuple[list[Episode], Request]:
+        """Return an episode for each sample of a prompt, not started yet, and the request of their first turn."""
+        episodes = [
+            Episode(prompt, first, sample, self.env.copy(), next_context_ids=list(first.prompt_ids))
+            for sample in range(first.params.n)
+        ]
         return episodes, replace(first, params=self._params(first, 0, first.params.n), keep=self._keep(1))
 
     def record_completion(self, episode: Episode, completion: Completion) -> str:

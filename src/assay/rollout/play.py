@@ -6,42 +6,45 @@ A group without an environment consists of single completions.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from inspect import isawaitable
 from typing import Any, Protocol
 
+from assay.awaiting import awaited, is_async, resolve, submit
 from assay.engine.base import Request, RequestError, SampleCounter
 from assay.engine.client import EngineClient, ReceiveChunk
-from assay.envs.base import Env, Step, error_step, run_with_timeout, warn_after
+from assay.envs.base import Env, Step, error_step, run_in_thread, warn_after
 from assay.rollout.episodes import Episode, EpisodeRules
 from assay.types import Completion, Finish, Prompt
 
 MIN_STEP_S = 1.0  # shortest time limit of a step, even if the limit of an episode is shorter
 REPORT_S = 60.0  # a step without a time limit is reported after this time
-LIMITED_STEPS = 8  # concurrent steps of a slow environment with a time limit
+STEP_THREADS = 8  # for steps of slow environments
 
 
 class Stepper:
-    """Steps environments: actions that are passed at the same time together, or each action in a thread.
+    """Steps environments: actions that are passed at the same time together.
 
-    Threads are used if `threads` is not 0 and the environment declares itself slow. A long step then does not delay
-    others, and the order of results depends on the clock. A step that exceeds the time limit is abandoned and ends its
-    episode with an error. Without a limit, a long step is reported and waited for.
+    Steps of `async` environments are awaited concurrently. Steps of a slow environment run in threads, unless `strict`,
+    and so do steps with a time limit. `strict`: results are applied in the order of the actions, when all steps that
+    began together have ended. Otherwise a long step does not delay others, and the order depends on the clock.
+
+    A step that exceeds the time limit is abandoned and ends its episode with an error. Without a limit, a long step is
+    reported and waited for.
     """
 
-    def __init__(self, env: Env, threads: int, seconds: float = 0.0) -> None:
-        self.env = env
+    def __init__(self, env: Env, seconds: float = 0.0, strict: bool = True) -> None:
+        self.env, self.strict = env, strict
         self.seconds = max(seconds, MIN_STEP_S) if seconds else 0.0
-        self.pool = ThreadPoolExecutor(threads, "assay-env") if threads and env.slow else None
+        self.in_threads = not is_async(env.step) and bool(seconds or (env.slow and not strict))
+        self._slots = asyncio.Semaphore(STEP_THREADS if env.slow else 1)
         self._pending: list[tuple[Env, str, asyncio.Future[Step]]] = []
 
     async def step(self, env: Env, action: str) -> Step:
         loop = asyncio.get_running_loop()
-        if self.pool is not None:
-            (step,) = await loop.run_in_executor(self.pool, self._steps, [env], [action])
-            return step
         future: asyncio.Future[Step] = loop.create_future()
         self._pending.append((env, action, future))
         if len(self._pending) == 1:
@@ -51,37 +54,65 @@ class Stepper:
     def _step_pending(self) -> None:
         pending = [one for one in self._pending if not one[2].cancelled()]
         self._pending = []
+        futures = [future for _, _, future in pending]
         try:
-            steps = self._steps([env for env, _, _ in pending], [action for _, action, _ in pending])
+            steps = self._begin([env for env, _, _ in pending], [action for _, action, _ in pending])
         except Exception as error:
-            for _, _, future in pending:
-                future.set_exception(error)
-                future.exception()  # retrieved: the group of the first one raises it
+            steps = [error] * len(pending)
+        if not any(map(isawaitable, steps)):
+            set_results(futures, steps)
             return
-        for (_, _, future), step in zip(pending, steps, strict=True):
-            future.set_result(step)
+        tasks = [asyncio.ensure_future(self._awaited(step)) for step in steps]
+        for future, task in zip(futures, tasks, strict=True):
+            future.add_done_callback(partial(lambda task, _: task.cancel(), task))  # the episode is cancelled
+        for part in [slice(None)] if self.strict else [slice(i, i + 1) for i in range(len(tasks))]:
+            ended = asyncio.gather(*tasks[part], return_exceptions=True)
+            ended.add_done_callback(partial(lambda futures, ended: set_results(futures, ended.result()), futures[part]))
 
-    def _steps(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
-        if not self.seconds:
-            what = "a step" if len(envs) == 1 else f"a step of {len(envs)} episodes"
-            running = f"{self.env.name}: {what} has been running for {REPORT_S:g} s"
-            with warn_after(REPORT_S, f"{running}; set env.max_seconds to abandon such steps"):
-                return self.env.step_all(envs, actions)
-        if self.env.slow and len(envs) > 1:
-            with ThreadPoolExecutor(LIMITED_STEPS, "assay-env") as pool:
-                return list(pool.map(self._limited, envs, actions))
-        return [self._limited(env, action) for env, action in zip(envs, actions, strict=True)]
+    def _begin(self, envs: Sequence[Env], actions: Sequence[str]) -> list[Any]:
+        """Steps, or awaitables of them."""
+        if self.in_threads:
+            return [self._in_thread(env, action) for env, action in zip(envs, actions, strict=True)]
+        with warn_after(REPORT_S, self._report("a step" if len(envs) == 1 else f"a step of {len(envs)} episodes")):
+            return self.env.step_all(envs, actions)
 
-    def _limited(self, env: Env, action: str) -> Step:
+    async def _in_thread(self, env: Env, action: str) -> Step:
+        async with self._slots:
+            step = run_in_thread(lambda: resolve(self.env.step_all([env], [action])[0]))
+            return await self._limited(asyncio.wrap_future(step))
+
+    async def _awaited(self, step: Any) -> Step:
+        if self.in_threads:
+            return await step
+        return await self._limited(asyncio.wrap_future(submit(step))) if isawaitable(step) else step
+
+    async def _limited(self, step: asyncio.Future[Step]) -> Step:
+        """Await a step within the time limit."""
         try:
-            return run_with_timeout(self.seconds, lambda: self.env.step_all([env], [action])[0])
-        except TimeoutError as error:
-            return error_step(error)
+            done, _ = await asyncio.wait([step], timeout=self.seconds or REPORT_S)
+            if not done and self.seconds:
+                return error_step(TimeoutError(f"took longer than {self.seconds:g} s"))
+            if not done:
+                warnings.warn(self._report("a step"), stacklevel=2)
+            return await step
+        finally:
+            step.cancel()
 
-    def close(self) -> None:
-        """Cancel pending steps. Running steps finish in the background, and their results are ignored."""
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+    def _report(self, what: str) -> str:
+        running = f"{self.env.name}: {what} has been running for {REPORT_S:g} s"
+        return f"{running}; set env.max_seconds to abandon such steps"
+
+
+def set_results(futures: Sequence[asyncio.Future[Step]], steps: Sequence[Any]) -> None:
+    """Pass steps, or errors, to those who await them."""
+    for future, step in zip(futures, steps, strict=True):
+        if future.done():
+            continue
+        if isinstance(step, BaseException):
+            future.set_exception(step)
+            future.exception()  # retrieved: the group of the first one raises it
+        else:
+            future.set_result(step)
 
 
 class Listener(Protocol):
@@ -103,7 +134,9 @@ class GroupInPlay:
 
     def __init__(self, prompt: Prompt, request: Request, listener: Listener | None = None) -> None:
         self.prompt, self.request, self.listener = prompt, request, listener
-        self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.result = asyncio.ensure_future(self._play())
+        self.result.add_done_callback(lambda result: result.cancelled() or result.exception())  # retrieved
         self.episodes: list[Episode] = []
         self.turns: list[asyncio.Future[Completion]] = []  # the last turn of each sample, which may be being sampled
         self.tasks: Sequence[asyncio.Future[Any]] = ()
@@ -122,44 +155,28 @@ class GroupInPlay:
         ended = [one.result() for one in self.turns if one.done() and not one.cancelled() and not one.exception()]
         return [*(len(completion.token_ids) for completion in ended), *client.sampled_tokens(self.turns)]
 
-    def watch(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+    async def _play(self) -> None:
+        await self.started
+        if errors := await all_ended(self.tasks):
+            raise RequestError(errors)
+
+    def start(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         """Set the tasks that play the samples."""
         self.tasks = tasks
-        for task in tasks:
-            task.add_done_callback(self._on_end)
+        self.started.set_result(None)
 
     def cancel(self) -> None:
-        self.result.cancel()
-        for part in (*self.tasks, *self.turns):
+        for part in (self.started, self.result, *self.tasks, *self.turns):
             part.cancel()
-
-    def _on_end(self, task: asyncio.Future[Any]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if self.result.done() or task.cancelled():
-            return
-        if error is not None and not isinstance(error, RequestError):
-            self.fail(error)
-        elif all(one.done() for one in self.tasks):
-            failed = [error for one in self.tasks if isinstance(error := one.exception(), RequestError)]
-            if errors := {number: line for error in failed for number, line in error.errors.items()}:
-                self.fail(RequestError(errors))
-            else:
-                self.result.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        self.result.set_exception(error)
-        self.result.exception()  # the group may have no consumer any more: then the error is not reported
 
 
 class GroupPlayer:
     """Plays groups through a client. Episodes start in order, whole groups, as many as the engine decodes at once."""
 
-    def __init__(
-        self, client: EngineClient, rules: EpisodeRules | None, threads: int = 0, counter: SampleCounter | None = None
-    ) -> None:
-        """`rules`: None for single completions. `threads`: for steps of slow environments."""
+    def __init__(self, client: EngineClient, rules: EpisodeRules | None, counter: SampleCounter | None = None) -> None:
+        """`rules`: None for single completions."""
         self.client, self.rules, self.counter = client, rules, counter or SampleCounter(None)
-        self.stepper = Stepper(rules.env, threads, rules.limits.seconds) if rules is not None else None
+        self.stepper = Stepper(rules.env, rules.limits.seconds, client.strict) if rules is not None else None
         self._active = 0  # episodes that have started and are not over
         self._waiting: deque[GroupInPlay] = deque()
 
@@ -168,7 +185,7 @@ class GroupPlayer:
         group = GroupInPlay(prompt, request, listener)
         if self.rules is None:
             group.turns = self.client.submit(request)
-            group.watch(group.turns)
+            group.start(group.turns)
             for turn in group.turns:
                 turn.add_done_callback(self.counter.add_future)
         else:
@@ -176,34 +193,31 @@ class GroupPlayer:
             self._start_waiting(self.rules)
         return group
 
-    def close(self) -> None:
-        if self.stepper is not None:
-            self.stepper.close()
-
     def _start_waiting(self, rules: EpisodeRules) -> None:
         while self._waiting:
             group = self._waiting[0]
-            if not group.result.cancelled():
+            if not group.started.cancelled():
                 samples = group.request.params.n
                 if self._active and self._active + samples > self.client.info.max_batch:
                     return
                 try:
                     self._start_episodes(rules, group)
                 except Exception as error:
-                    group.fail(error)
+                    group.started.set_exception(error)
             self._waiting.popleft()
 
     def _start_episodes(self, rules: EpisodeRules, group: GroupInPlay) -> None:
-        group.episodes, request = rules.start_episodes(group.prompt, group.request)
+        group.episodes, request = rules.new_episodes(group.prompt, group.request)
         self._active += len(group.episodes)
         group.turns = self.client.submit(request, self._receiver(group))
-        group.watch([self.client.spawn(self._play(rules, group, sample)) for sample in range(len(group.episodes))])
+        group.start([self.client.spawn(self._play(rules, group, sample)) for sample in range(len(group.episodes))])
         for sample, task in enumerate(group.tasks):
             task.add_done_callback(partial(self._end, rules, group, sample))
 
     async def _play(self, rules: EpisodeRules, group: GroupInPlay, sample: int) -> None:
         assert self.stepper is not None
         episode = group.episodes[sample]
+        await awaited(episode.env.start(episode.prompt))
         while not episode.over:
             if episode.turns:
                 (group.turns[sample],) = self.client.submit(rules.next_request(episode), self._receiver(group, sample))
@@ -239,11 +253,14 @@ class GroupPlayer:
         )
 
 
-async def all_ended(groups: Sequence[GroupInPlay]) -> None:
-    """Wait until all groups have ended, or one has raised another error than a `RequestError`."""
-    pending = {group.result for group in groups}
+async def all_ended(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, str]:
+    """Wait until all have ended; returns the errors of failed requests. Any other error is raised at once."""
+    pending, errors = set(tasks), dict[int, str]()
     while pending:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-        for result in done:
-            if (error := result.exception()) is not None and not isinstance(error, RequestError):
-                raise error
+        for task in (task for task in tasks if task in done):
+            try:
+                task.result()
+            except RequestError as error:
+                errors |= error.errors
+    return errors

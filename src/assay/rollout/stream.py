@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
 
 from assay.engine.base import Request
 from assay.engine.client import ClientThread
@@ -34,98 +34,84 @@ class GroupStream:
 
     def __init__(self, collector: Collector, thread: ClientThread) -> None:
         self.collector, self.thread = collector, thread
-        self._sampling: set[Ticket] = set()  # started, and neither returned nor dropped
-        self._finished: SimpleQueue[list[tuple[Ticket, Group]] | BaseException] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._judge = ThreadPoolExecutor(1, "assay-judge")
         self.finished_at = time.perf_counter()  # when the last group was finished
+        self._sampling: dict[Ticket, Future[Group]] = {}  # started, and neither returned nor dropped
+        self._judge = ThreadPoolExecutor(1, "assay-judge")
         # These belong to the thread of the engine.
         self._player: GroupPlayer | None = None
         self._groups: dict[Ticket, GroupInPlay] = {}
-        self._played: list[Ticket] = []  # not judged yet
+        self._played: list[GroupInPlay] = []  # not judged yet
+        self._judging: asyncio.Future[dict[GroupInPlay, Group]]
 
     def start(self, tickets: Sequence[Ticket]) -> None:
         """Start to sample these groups."""
-        self._sampling.update(tickets)
-        self.thread.loop.post(partial(self._start, tickets))
+        new: dict[Ticket, Future[Group]] = {ticket: Future() for ticket in tickets}
+        self._sampling |= new
+        self.thread.loop.post(partial(self._start, new))
 
     def next(self, wait: bool = True) -> list[tuple[Ticket, Group]]:
         """The groups that have finished since the last call, judged. Empty if no group is being sampled.
 
         `wait`: until there is one; then an error that has ended the sampling of a group is raised.
         """
-        finished: list[tuple[Ticket, Group]] = []
-        while self._sampling and not (finished and self._finished.empty()):
-            if wait and self._error is not None:
-                raise self._error
-            try:
-                arrived = self._finished.get(block=wait and not finished)
-            except Empty:
-                break
-            if isinstance(arrived, BaseException):
-                self._error = arrived
-                continue
-            finished += [pair for pair in arrived if pair[0] in self._sampling]
-            self._sampling.difference_update(ticket for ticket, _ in arrived)
+        if wait:
+            futures.wait(self._sampling.values(), return_when=futures.FIRST_COMPLETED)
+        ended = [(ticket, future) for ticket, future in self._sampling.items() if future.done()]
+        finished = [(ticket, future.result()) for ticket, future in ended if wait or not future.exception()]
+        for ticket, _ in finished:
+            del self._sampling[ticket]
         return finished
 
     def drop(self, tickets: Iterable[Ticket]) -> list[int]:
         """Stop sampling groups. Returns the number of tokens of each of their sequences so far, if it is known."""
-        tickets = list(tickets)
-        self._sampling.difference_update(tickets)
+        tickets = [ticket for ticket in tickets if self._sampling.pop(ticket, None)]
         return self.thread.run(self._drop(tickets)) if tickets else []
 
     def close(self) -> None:
         """Stop sampling all groups."""
         if self.thread.loop.running:
             self.drop(list(self._sampling))
-            if self._player is not None:
-                self._player.close()
         self._judge.shutdown(cancel_futures=True)
 
     # -- in the thread of the engine
 
-    def _start(self, tickets: Sequence[Ticket]) -> None:
+    def _start(self, new: dict[Ticket, Future[Group]]) -> None:
+        for ticket, future in new.items():
+            asyncio.ensure_future(self._sample(ticket)).add_done_callback(partial(pass_on, future))
+
+    async def _sample(self, ticket: Ticket) -> Group:
+        if self._player is None:
+            self._player = self.collector.player(self.thread.client)
+        group = self._groups[ticket] = self._player.start(ticket.prompt, ticket.request)
         try:
-            if self._player is None:
-                self._player = self.collector.player(self.thread.client)
-            for ticket in tickets:
-                group = self._groups[ticket] = self._player.start(ticket.prompt, ticket.request)
-                group.result.add_done_callback(partial(self._on_end, ticket))
-        except Exception as error:  # of any kind: the learner must not wait forever
-            self._finished.put(error)
-
-    def _on_end(self, ticket: Ticket, result: asyncio.Future[None]) -> None:
-        if result.cancelled() or ticket not in self._groups:
-            return  # dropped
-        if (error := result.exception()) is not None:
-            self._finished.put(error)
-            return
-        self._played.append(ticket)
+            await group.result
+        finally:
+            del self._groups[ticket]
+        self._played.append(group)
         if len(self._played) == 1:
-            self.thread.loop.post(self._judge_played)  # together with all groups that end now
+            self._judging = asyncio.ensure_future(self._judge_played())
+        return (await asyncio.shield(self._judging))[group]
 
-    def _judge_played(self) -> None:
-        tickets, self._played = self._played, []
-        played = [(ticket, group) for ticket in tickets if (group := self._groups.pop(ticket, None)) is not None]
-        if played:
-            self._judge.submit(self._finish, played)
+    async def _judge_played(self) -> dict[GroupInPlay, Group]:
+        await asyncio.sleep(0)  # together with all groups that end now
+        played, self._played = self._played, []
+        judging = self._judge.submit(self.collector.finish, played)
+        await asyncio.wait([asyncio.wrap_future(judging)])
+        self.finished_at = time.perf_counter()
+        return dict(zip(played, judging.result(), strict=True))
 
     async def _drop(self, tickets: Sequence[Ticket]) -> list[int]:
         lengths: list[int] = []
         for ticket in tickets:
-            if (group := self._groups.pop(ticket, None)) is not None:
+            if (group := self._groups.get(ticket)) is not None:
                 lengths += group.sampled_tokens(self.thread.client)
                 group.cancel()
         return lengths
 
-    # -- in the thread of the judge
 
-    def _finish(self, played: Sequence[tuple[Ticket, GroupInPlay]]) -> None:
-        try:
-            groups = self.collector.finish([group for _, group in played])
-            self.finished_at = time.perf_counter()
-        except BaseException as error:  # of any kind: the learner must not wait forever
-            self._finished.put(error)
-        else:
-            self._finished.put([(ticket, group) for (ticket, _), group in zip(played, groups, strict=True)])
+def pass_on(future: Future[Group], task: asyncio.Task[Group]) -> None:
+    error = RuntimeError("the group was cancelled") if task.cancelled() else task.exception()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, overload
 
+from assay.awaiting import resolve, together
 from assay.rewards import CodeJudge, CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
 from assay.rewards.judge import judged_fields
@@ -246,14 +247,13 @@ def seeded_shuffle(n: int, seed: int) -> list[int]:
     return shuffled
 
 
-def check_gold(
-    task: Task, split: str, judge: Callable[..., Verdict] | None = None, limit: int | None = None
-) -> list[str]:
+def check_gold(task: Task, split: str, judge: Judge | None = None, limit: int | None = None) -> list[str]:
     """Return the ids of problems whose gold completion is not judged correct; there should be none."""
     judge = judge or task.judge()
     prompts = task.prompts(split)
     chosen = prompts if limit is None else prompts[:limit]
-    return [p.id for p in chosen if not is_gold(judge(task.gold_completion(p), p.answer, judged_fields(judge, p)))]
+    judged = together([judge(task.gold_completion(p), p.answer, judged_fields(judge, p)) for p in chosen])
+    return [p.id for p, verdict in zip(chosen, resolve(judged), strict=True) if not is_gold(verdict)]
 
 
 def is_gold(verdict: Verdict) -> bool:

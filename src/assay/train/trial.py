@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from assay.awaiting import resolve
 from assay.config import TrainConfig
 from assay.engine.base import SamplingParams
 from assay.envs.base import Env, safe_step
@@ -142,12 +143,12 @@ def unknown_prompt_words(split: str, prompts: Sequence[Prompt], renderer: Render
 def try_env(env: Env, prompt: Prompt) -> None:
     """Start an episode and make one step, with the action of a perfect policy if the environment knows it."""
     episode = env.copy()
-    episode.start(prompt)
+    resolve(episode.start(prompt))
     try:
         action = episode.gold_action() or ""
     except Exception as error:
         raise UserError(f"{env.name}: gold_action failed: {describe_user_error(error)}") from error
-    verdict = safe_step(episode, action)[4].get("verdict")
+    verdict = resolve(safe_step(episode, action))[4].get("verdict")
     if verdict is not None and verdict.status is Status.ERROR:
         raise UserError(f"{env.name}: step({action!r:.60}) failed: {verdict.detail}; see assay env check")
 
