@@ -440,7 +440,9 @@ class LoopThread:
             raise
 
     def post(self, work: Callable[[], object]) -> None:
-        self.loop.call_soon_threadsafe(work)
+        """Call a function in the thread, without waiting. Ignored after `stop`."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(work)
 
     def stop(self) -> None:
         self.call(self.loop.shutdown_asyncgens())  # those of answers that were not read to their end

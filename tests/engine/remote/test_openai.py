@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from serve_parts import NAME, renderer, serving, tiny_model
+from stepped import Stepped
 from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 
 from assay import endpoint as client_module
 from assay.config import OpenAIConfig
 from assay.engine import Failed, Finished, Request, RequestError, SamplingParams, TokenChunk, make_engine
-from assay.engine.client import EngineClient, generate, run_sync
+from assay.engine.client import connect, generate, run_sync
 from assay.engine.remote.openai import OpenAIEngine, sample_seed
 from assay.text.messages import MessageRenderer, TextTable
 from assay.types import Finish, Prompt, UserError
@@ -93,10 +94,11 @@ def test_seeds_differ_between_samples_and_fit_32_bits() -> None:
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_streams_arrive_in_parts_that_make_up_the_completion(api: str) -> None:
     with connected(api=api) as (_, engine):
-        request_id = engine.add(ask(engine, "hello world", stream=True))
+        running = Stepped(engine)
+        request_id = running.add(ask(engine, "hello world", stream=True))
         events = []
         while not events or not isinstance(events[-1], Finished):
-            events += engine.step()
+            events += running.step()
         chunks = [event for event in events if isinstance(event, TokenChunk)]
         ids = [token for chunk in chunks for token in chunk.token_ids]
         assert [engine.texts.text(chunk.token_ids) for chunk in chunks] == ["you", " said", " world", ""]
@@ -123,7 +125,7 @@ def test_a_failed_request_leaves_the_others_alone() -> None:
 
     with connected(reply=reply) as (_, engine):
         requests = [ask(engine, text) for text in ("one", "bad", "three")]
-        client = EngineClient(engine)
+        client = connect(engine)
 
         async def ask_all() -> list[Any]:
             futures = [future for request in requests for future in client.submit(request)]
@@ -163,8 +165,9 @@ def test_a_withheld_answer_is_a_failure() -> None:
 def test_invalid_requests_fail_without_being_sent(changes: dict[str, Any], problem: str) -> None:
     with connected() as (server, engine):
         fields = {"prompt_ids": ask(engine, "a").prompt_ids, "params": PARAMS, "seed": 0} | changes
-        engine.add(Request(**fields))
-        (event,) = engine.step()
+        running = Stepped(engine)
+        running.add(Request(**fields))
+        (event,) = running.step()
         assert isinstance(event, Failed) and problem in event.error and not server.requests
 
 
@@ -177,10 +180,11 @@ def test_an_aborted_request_yields_no_event() -> None:
         return last_word(body)
 
     with connected(reply=reply) as (_, engine):
-        slow, fast = engine.add(ask(engine, "slow")), engine.add(ask(engine, "fast"))
-        assert [event.request_id for event in engine.step()] == [fast]
-        engine.abort([slow])
-        assert engine.step() == [] and not engine.running
+        running = Stepped(engine)
+        slow, fast = running.add(ask(engine, "slow")), running.add(ask(engine, "fast"))
+        assert [event.request_id for event in running.step()] == [fast]
+        running.abort([slow])
+        assert running.step() == [] and not engine.load.running
         ready.set()
 
 

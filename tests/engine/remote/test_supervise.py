@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from echo_parts import POLICY, EchoEngine, echo, engine_on, expected, options, r
 from http_parts import Answer, SmallServer
 
 from assay.engine.base import Request
-from assay.engine.client import generate
+from assay.engine.client import connect, generate, run_sync
 from assay.engine.remote.http import Server, ServerStale, ServerState
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
@@ -24,8 +25,8 @@ from assay.types import Completion, UserError
 class VersionedEngine(EchoEngine):
     """Its servers report the version of the weights that they have."""
 
-    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
-        completions = super()._parse(response, job, samples, version)
+    def _parse(self, response: Any, job: Job, version: int) -> list[Completion]:
+        completions = super()._parse(response, job, version)
         if response["version"] < version:
             raise ServerStale(f"a server has sampled with version {response['version']}, not {version}")
         return completions
@@ -239,15 +240,21 @@ def test_a_single_lost_connection_is_no_reason_to_retire_a_server() -> None:
         assert lost == [0] and states(engine) == ["serving"] * 3 and lines == []
 
 
-def test_aborted_requests_of_a_retired_server_are_not_sent_again() -> None:
+def test_cancelled_requests_of_a_retired_server_are_not_sent_again() -> None:
     with fleet(2, health_timeout_s=0) as (engine, fakes, _):
         for fake in fakes:
             fake.set("hangs")
-        ids = [engine.add(one) for one in requests(4)]
-        until(lambda: sum(fake.http.paths().count("/generate") for fake in fakes) == 12)  # type: ignore[union-attr]
-        engine.abort(ids)
-        assert engine.retire(engine.all_servers[0], "test")
-        assert engine.step() == []
+        client = connect(engine)
+
+        async def cancel() -> None:
+            futures = [future for one in requests(4) for future in client.submit(one)]
+            while sum(fake.http.paths().count("/generate") for fake in fakes) < 12:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+            for future in futures:
+                future.cancel()
+            assert engine.retire(engine.all_servers[0], "test")
+
+        run_sync(cancel(), client)
         until(lambda: not engine.all_servers[0].tasks)
         assert sum(fake.http.paths().count("/generate") for fake in fakes) == 12  # type: ignore[union-attr]
 

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +20,14 @@ from assay.endpoint import Endpoint, EndpointError, Usage
 from assay.engine.base import (
     UNKNOWN_LENGTH,
     Capabilities,
-    Engine,
     EngineInfo,
-    Event,
-    Failed,
     Request,
+    RequestError,
     TokenChunk,
     WeightSource,
 )
-from assay.engine.remote.base import RequestQueue, RunningRequest, cancel_unneeded
-from assay.engine.sequence import Job, display_name, unknown_handle
+from assay.engine.client import SentRequest, ServerEngine
+from assay.engine.sequence import display_name, unknown_handle
 from assay.types import Completion, Finish, Message, UserError
 
 NO_WEIGHTS = "engine openai has no weights and no log-probabilities: it is for assay eval and assay chat"
@@ -46,8 +43,8 @@ class Texts(Protocol):
     def messages(self, ids: Sequence[int]) -> list[Message]: ...
 
 
-class OpenAIEngine(RequestQueue, Engine):
-    """Implements `Engine`. Every sample is a request of its own; a request whose retries are exhausted fails."""
+class OpenAIEngine(ServerEngine):
+    """Every sample is a request of its own; a request whose retries are exhausted fails."""
 
     def __init__(self, model: str, settings: OpenAIConfig, texts: Texts) -> None:
         self.model, self.settings, self.texts = model, settings, texts
@@ -56,7 +53,7 @@ class OpenAIEngine(RequestQueue, Engine):
         self.path = "/chat/completions" if settings.api == "chat" else "/completions"
         capabilities = Capabilities(truncated_logprobs=False)
         self.info = EngineInfo(0, UNKNOWN_LENGTH, settings.max_concurrent, torch.float32, capabilities)
-        self._open_queue()
+        self.sent = set()
 
     @property
     def usage(self) -> Usage:
@@ -65,22 +62,6 @@ class OpenAIEngine(RequestQueue, Engine):
 
     # -- the interface
 
-    def add(self, request: Request) -> int:
-        request_id = next(self.next_id)
-        if problem := self._problem(request, request_id):
-            with self.arrived:
-                self.events.append(Failed(request_id, problem))
-            return request_id
-        job = Job(request_id, request, list(request.prompt_ids), request.params.max_new_tokens)
-        running = RunningRequest(job, set(range(request.params.n)))
-        with self.arrived:
-            self.running[request_id] = running
-        self.loop.post(partial(self._start, running))
-        return request_id
-
-    def step(self, wait: bool = True) -> list[Event]:
-        return self._take(wait)
-
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise UserError(NO_WEIGHTS)
 
@@ -88,8 +69,19 @@ class OpenAIEngine(RequestQueue, Engine):
         raise UserError(NO_WEIGHTS)
 
     def close(self) -> None:
-        self.abort(list(self.running))
+        for sent in list(self.sent):
+            sent.fail(EndpointError("the engine was closed"))
+            self.loop.post(sent.cancel)
         self.endpoint.close()
+
+    # -- the event loop: these run in its thread
+
+    def serve(self, requests: Sequence[SentRequest]) -> None:
+        for sent in requests:
+            if problem := self._problem(sent.request, sent.id):
+                sent.fail(RequestError({sent.id: problem}))
+                continue
+            sent.tasks = {sample: asyncio.ensure_future(self._serve(sent, sample)) for sample in sent.unfinished}
 
     def _problem(self, request: Request, request_id: int) -> str:
         """Why a request cannot be served; empty if it can."""
@@ -102,28 +94,19 @@ class OpenAIEngine(RequestQueue, Engine):
             return f"{name}: an endpoint has no token ids: leave out stop_token_ids and forbidden_token_ids"
         return "" if request.prompt_ids else f"{name}: the prompt is empty"
 
-    # -- the event loop: these run in its thread
-
-    def _start(self, running: RunningRequest) -> None:
-        for sample in sorted(running.samples):
-            running.tasks[sample] = asyncio.ensure_future(self._serve(running, sample))
-
-    async def _serve(self, running: RunningRequest, sample: int) -> None:
+    async def _serve(self, sent: SentRequest, sample: int) -> None:
         try:
-            request = running.job.request
+            request = sent.request
             body = self._body(request, sample)
             if request.stream:
-                completion = await self._streamed(running, sample, body)
+                completion = await self._streamed(sent, sample, body)
             else:
                 completion = self._completion(await self.endpoint.post(self.path, body), request.params.stop)
-            self._finish(running, sample, completion, streamed=request.stream)
+            sent.finish(sample, completion, streamed=request.stream)
         except UserError as error:
-            self._fail(running, str(error))
-        except Exception as error:  # a bug: `step` raises it
-            with self.arrived:
-                self.error = error
-                self.arrived.notify_all()
-            cancel_unneeded(running)
+            sent.fail(RequestError({sent.id: f"{display_name(sent.request, sent.id)}: {error}"}))
+        except Exception as error:  # a bug: the client raises it
+            sent.fail(error)
 
     def _body(self, request: Request, sample: int) -> dict[str, Any]:
         params, ids = request.params, request.prompt_ids
@@ -146,7 +129,7 @@ class OpenAIEngine(RequestQueue, Engine):
         text = self._text(choice, "message") + stopped_by(choice, stops)
         return self._made(self.texts.completion_ids(text, self.usage.add(answer) or 1), choice)
 
-    async def _streamed(self, running: RunningRequest, sample: int, body: dict[str, Any]) -> Completion:
+    async def _streamed(self, sent: SentRequest, sample: int, body: dict[str, Any]) -> Completion:
         """Request an answer and put a `TokenChunk` for every part of it."""
         ids: list[int] = []
         last: dict[str, Any] = {}
@@ -155,10 +138,7 @@ class OpenAIEngine(RequestQueue, Engine):
         def put(text: str, tokens: int = 1) -> None:
             new = self.texts.completion_ids(text, tokens)
             ids.extend(new)
-            with self.arrived:
-                if sample in running.samples:
-                    self.events.append(TokenChunk(running.job.id, sample, new, [math.nan] * len(new)))
-                    self.arrived.notify_all()
+            sent.put(TokenChunk(sent.id, sample, new, [math.nan] * len(new)))
 
         def receive(part: dict[str, Any]) -> None:
             if part.get("usage"):
@@ -174,7 +154,7 @@ class OpenAIEngine(RequestQueue, Engine):
         if not last:
             raise self.endpoint.garbage(self.path, usage, "valid 'choices'")
         tokens = self.usage.add(usage)
-        if stop := stopped_by(last, running.job.request.params.stop):
+        if stop := stopped_by(last, sent.request.params.stop):
             put(stop)
         if (missing := max(tokens or 1, 1) - len(ids)) > 0:
             put("", missing)  # as many ids as the endpoint counted tokens

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
+from assay.config import RemoteEngineConfig
 from assay.engine.base import Capabilities, EngineOptions
 from assay.engine.outputs import StopStrings
-from assay.engine.remote.base import RemoteEngine
+from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import Server, ServerError
+from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
-from assay.types import Completion, Finish
+from assay.types import Completion, Finish, UserError, missing_extra
 
 
 @dataclass
@@ -37,17 +41,26 @@ class SampledPart:
 class PausableEngine(RemoteEngine):
     path: ClassVar[str]  # of requests for samples
 
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+
     def __init__(
         self,
         model: PolicyModel,
-        urls: Sequence[str],
+        settings: RemoteEngineConfig,
         options: EngineOptions,
         capabilities: Capabilities,
-        **more: Any,
+        save_tokenizer: SaveTokenizer | None = None,
     ) -> None:
+        if options.dtype not in self.dtypes:
+            raise UserError(
+                f"{self.kind} has no float64: set engine.dtype to float32 or bfloat16, or use another engine"
+            )
+        if importlib.util.find_spec("httpx") is None:
+            raise missing_extra(f"engine {self.section}", self.section)
         self.stopping = StopStrings(options.decode) if options.decode is not None else None
-        super().__init__(model, urls, options, capabilities, **more)
-        self.gate = self.loop.call(open_gate())  # closed during an update: requests wait
+        self.gate = asyncio.Event()  # closed during an update: requests wait
+        self.gate.set()
+        super().__init__(model, settings, options, capabilities, save_tokenizer)
 
     @abstractmethod
     def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
@@ -65,21 +78,14 @@ class PausableEngine(RemoteEngine):
         return await self.post(server, self.path, body, tokens=tokens)
 
     def _begin_update(self) -> None:
-        self.loop.call(set_gate(self.gate, False))
+        self.loop.post(self.gate.clear)
 
     def _end_update(self) -> None:
-        self.loop.call(set_gate(self.gate, True))
+        self.loop.post(self.gate.set)
 
-    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
-        return self.path, self._body(self.servers[0], job, samples[0], [])
-
-    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
-        part = self._part(response, job)
-        return [self._end(job, part.token_ids, part.logprobs, [(version, len(part.token_ids))], part.finish, version)]
-
-    async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
-        """Completions; a sample that a weight update interrupts is continued with the new weights."""
-        (sample,) = samples
+    async def _sample(self, batch: SampleBatch) -> None:
+        """A sample that a weight update interrupts is continued with the new weights."""
+        server, job, (sample,) = batch.server, batch.job, batch.samples
         ids: list[int] = []
         logprobs: list[float] = []
         spans: list[tuple[int, int]] = []
@@ -96,7 +102,7 @@ class PausableEngine(RemoteEngine):
             if part.finish is None and len(ids) >= job.limit:
                 part.finish = Finish.LENGTH
             if part.finish is not None:
-                return [self._end(job, ids, logprobs, spans, part.finish, version)]
+                return batch.finish(sample, self._end(job, ids, logprobs, spans, part.finish, version))
             if part.interrupted and version == self.info.version and self.gate.is_set():
                 raise ServerError(
                     f"the {self.kind} server {server.url} aborted a request: does another program control it?"
@@ -108,11 +114,9 @@ class PausableEngine(RemoteEngine):
         ids: list[int],
         logprobs: list[float],
         spans: list[tuple[int, int]],
-        finish: Finish | None,
+        finish: Finish,
         version: int,
     ) -> Completion:
-        if finish is None:
-            raise self.garbage("an unfinished sample")
         params = job.request.params
         if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
             if end < len(ids):
@@ -156,13 +160,3 @@ def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             count += result.pop()[1]
         result.append((version, count))
     return result
-
-
-async def open_gate() -> asyncio.Event:
-    gate = asyncio.Event()
-    gate.set()
-    return gate
-
-
-async def set_gate(gate: asyncio.Event, is_open: bool) -> None:
-    gate.set() if is_open else gate.clear()

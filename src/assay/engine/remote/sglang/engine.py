@@ -9,7 +9,6 @@ and min_p, unless a server has SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environme
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -20,24 +19,21 @@ import torch
 from torch import Tensor
 
 from assay.config import SGLangConfig
-from assay.endpoint import key_of
-from assay.engine.base import Capabilities, EngineOptions, Event
+from assay.engine.base import Capabilities, EngineOptions
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
-from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.sglang.servers import MARGIN, LaunchedSGLang
 from assay.engine.remote.sglang.weights import SGLangSender, SGLangServer
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import spec_to_hf
-from assay.types import Finish, UserError, missing_extra
+from assay.types import Finish, UserError
 
 GENERATE = "/generate"
 LOWEST_TEMPERATURE = 1e-6  # SGLang samples greedily below
 FORBIDDEN_BIAS = -1e9
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_TOKEN = 2**31 - 1  # not in any vocabulary
 IDLE_S = 60  # time limit for requests that were aborted to leave the batch
 MEMORY = ["kv_cache", "weights"]  # what a sleep releases
@@ -48,6 +44,7 @@ CAPABILITIES = Capabilities(temperature_logprobs=True, truncated_logprobs=False,
 class SGLangEngine(PausableEngine):
     health_path = "/model_info"  # /health samples a token, which a server that is paused or sleeps cannot
     kind, section, path = "SGLang", "sglang", GENERATE
+    launcher = LaunchedSGLang
     start_advice = "start an SGLang server there"
 
     def __init__(
@@ -60,25 +57,13 @@ class SGLangEngine(PausableEngine):
         """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
         opts = EngineOptions(**options)
         self.settings = settings or SGLangConfig()
-        if opts.dtype not in DTYPES:
-            raise UserError("SGLang has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
-        if importlib.util.find_spec("httpx") is None:
-            raise missing_extra("engine sglang", "sglang")
-        ranks = Ranks(opts.group)
-        launched = LaunchedSGLang(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = (
-            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
-            if self.settings.urls
-            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
-        )
         self.architecture = architecture_of(model)
         self.served: dict[str, SGLangServer] = {}  # by URL
         self.sender = SGLangSender(self, self.served)
         self.weights_dropped = False  # by a sleep
         self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
-        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
-        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
+        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
 
     # -- start
 
@@ -280,10 +265,10 @@ class SGLangEngine(PausableEngine):
         self._resume(*MEMORY)
         self.call_all("POST", "/continue_generation", {})
 
-    def _step(self, wait: bool) -> list[Event]:
-        if self.asleep and self.running and self.ranks.world is not None:  # only the main rank knows what is released
+    async def _wake_servers(self) -> None:
+        if self.ranks.world is not None:  # only the main rank knows what is released
             raise UserError("SGLang servers of several processes sleep: update weights or call wake before sampling")
-        return super()._step(wait)
+        await super()._wake_servers()
 
     def _reset_prefix_cache(self) -> None:
         self.call_all("POST", f"/flush_cache?timeout={IDLE_S}", is_json=False)

@@ -11,7 +11,6 @@ truncated; the other modes report it before the temperature, which cannot be con
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,12 +20,10 @@ import torch
 from torch import Tensor
 
 from assay.config import VLLMConfig
-from assay.endpoint import key_of
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
-from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.vllm.servers import LaunchedVLLM
 from assay.engine.remote.vllm.weights import ServedModel, WeightSender
 from assay.engine.remote.vllm.worker import EXTENSION
@@ -34,13 +31,12 @@ from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of
-from assay.types import Finish, UserError, missing_extra
+from assay.types import Finish, UserError
 
 COMPLETIONS = "/v1/completions"
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
 FORBIDDEN_BIAS = -100.0
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 CAPABILITIES = Capabilities(
@@ -53,6 +49,7 @@ CAPABILITIES = Capabilities(
 
 class VLLMEngine(PausableEngine):
     kind, section, path = "vLLM", "vllm", COMPLETIONS
+    launcher = LaunchedVLLM
     start_advice = "start a vLLM server there"
 
     def __init__(
@@ -65,25 +62,13 @@ class VLLMEngine(PausableEngine):
         """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
         opts = EngineOptions(**options)
         self.settings = settings or VLLMConfig()
-        if opts.dtype not in DTYPES:
-            raise UserError("vLLM has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
-        if importlib.util.find_spec("httpx") is None:
-            raise missing_extra("engine vllm", "vllm")
-        ranks = Ranks(opts.group)
-        launched = LaunchedVLLM(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = (
-            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
-            if self.settings.urls
-            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
-        )
         self.tied = isinstance(model, Decoder) and model.spec.tied
         self.models: dict[str, ServedModel] = {}  # by URL
         self.sender = WeightSender(self, self.models)
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
         self.weights_dropped = False  # by a sleep of level 2
-        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
-        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
+        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
 
     # -- start
 
