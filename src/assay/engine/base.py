@@ -347,7 +347,7 @@ class SampleCounter:
     def add(self, completion: Completion, finished: int = 1) -> None:
         """Count a completion; `finished`: 0 for a turn that does not end its sample."""
         self.finished += finished
-        self._finished_tokens += len(completion.token_ids)
+        self._finished_tokens += completion.length
         self.tokens = max(self.tokens, self._finished_tokens)
 
     def add_future(self, future: Future[Completion]) -> None:

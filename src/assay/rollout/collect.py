@@ -228,10 +228,10 @@ class Collector:
     def _as_groups(self, played: Sequence[GroupInPlay]) -> list[Group]:
         """Groups of decoded completions, which are not judged yet. Those of requests that failed are empty."""
         completions = [one.completions for one in played]
-        texts = iter(self.renderer.decode_all([c.token_ids for samples in completions for c in samples]))
+        texts = iter(self.renderer.decode_all([c.appended for samples in completions for c in samples]))
         groups = []
         for one, samples in zip(played, completions, strict=True):
-            context = list(one.request.prompt_ids)
+            context = list(one.request.prompt_ids) if self.renderer.has_tokens else []
             turns = [Turn(context, completion, next(texts)) for completion in samples]
             rollouts = [Rollout(one.prompt, sample, [turn]) for sample, turn in enumerate(turns)]
             groups.append(Group(one.prompt, rollouts))

@@ -120,7 +120,7 @@ class GroupInPlay:
         if self.episodes:
             return [episode.sampled_tokens for episode in self.episodes]
         ended = [one.result() for one in self.turns if one.done() and not one.cancelled() and not one.exception()]
-        return [*(len(completion.token_ids) for completion in ended), *client.sampled_tokens(self.turns)]
+        return [*(completion.length for completion in ended), *client.sampled_tokens(self.turns)]
 
     def watch(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         """Set the tasks that play the samples."""

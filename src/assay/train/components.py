@@ -46,7 +46,7 @@ from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts
 from assay.tasks.judging import build_judge_pool
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
-from assay.text.messages import MessageRenderer, TextTable
+from assay.text.messages import MessageRenderer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.train.progress import Stopping
 from assay.types import Progress, Prompt, UserError, describe_error, plural
@@ -443,9 +443,8 @@ def connect_endpoint(
     if cfg.prompt.style not in ("auto", style):
         api = "completions" if style == "chat" else "chat"
         raise UserError(f'prompt.style = "{cfg.prompt.style}" needs openai.api = "{api}"')
-    texts = TextTable()
-    renderer = MessageRenderer(texts, style=style, **prompt_parts(cfg.prompt, task))
-    return renderer, OpenAIEngine(model, cfg.openai, texts)
+    renderer = MessageRenderer(style=style, **prompt_parts(cfg.prompt, task))
+    return renderer, OpenAIEngine(model, cfg.openai)
 
 
 def build_server(

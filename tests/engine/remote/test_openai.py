@@ -18,7 +18,7 @@ from assay.config import OpenAIConfig
 from assay.engine import Failed, Finished, Request, RequestError, SamplingParams, TokenChunk, make_engine
 from assay.engine.client import connect, generate, run_sync
 from assay.engine.remote.openai import OpenAIEngine, sample_seed
-from assay.text.messages import MessageRenderer, TextTable
+from assay.text.messages import MessageRenderer
 from assay.types import Finish, Prompt, UserError
 
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.5)
@@ -35,10 +35,9 @@ def last_word(body: dict[str, Any]) -> str:
 
 
 def ask(engine: OpenAIEngine, text: str, params: SamplingParams = PARAMS, **more: Any) -> Request:
-    texts: Any = engine.texts
     style = "chat" if engine.settings.api == "chat" else "raw"
     prompt = Prompt("p", ({"role": "user", "content": text},))
-    ids = MessageRenderer(texts, style=style, template=None if style == "chat" else "{question}").prompt_ids(prompt)
+    ids = MessageRenderer(style=style, template=None if style == "chat" else "{question}").prompt_ids(prompt)
     return Request(ids, params, seed=7, name=text, **more)
 
 
@@ -48,7 +47,7 @@ def connected(
 ) -> Iterator[tuple[StubEndpoint, OpenAIEngine]]:
     with stub_endpoint(reply, faults=faults) as server:
         config = OpenAIConfig(**{"url": url or server.url, "timeout_s": 20, "retries": 2} | settings)
-        engine = OpenAIEngine("m", config, TextTable())
+        engine = OpenAIEngine("m", config)
         try:
             yield server, engine
             assert server.problems == []
@@ -61,9 +60,13 @@ def test_answers_have_the_text_and_the_token_count_of_the_endpoint(api: str) -> 
     with connected(api=api) as (server, engine):
         requests = [ask(engine, f"number {index}", SamplingParams(n=2, max_new_tokens=9)) for index in range(5)]
         completions = generate(engine, requests)
-        texts = [[engine.texts.text(one.token_ids) for one in samples] for samples in completions]
+        texts = [[one.text for one in samples] for samples in completions]
         assert texts == [[f"you said {index}"] * 2 for index in range(5)]
-        assert all(len(one.token_ids) == 4 and one.finish is Finish.STOP for samples in completions for one in samples)
+        assert all(
+            one.length == 4 and not one.token_ids and one.finish is Finish.STOP
+            for samples in completions
+            for one in samples
+        )
         assert all(body["max_tokens"] == 9 and body["temperature"] == 1.0 for body in server.requests)
         assert (engine.usage.requests, engine.usage.prompt_tokens, engine.usage.completion_tokens) == (10, 100, 40)
 
@@ -100,11 +103,11 @@ def test_streams_arrive_in_parts_that_make_up_the_completion(api: str) -> None:
         while not events or not isinstance(events[-1], Finished):
             events += running.step()
         chunks = [event for event in events if isinstance(event, TokenChunk)]
-        ids = [token for chunk in chunks for token in chunk.token_ids]
-        assert [engine.texts.text(chunk.token_ids) for chunk in chunks] == ["you", " said", " world", ""]
+        assert [chunk.token_ids for chunk in chunks] == [["you"], [" said"], [" world"]]
         finished = events[-1]
         assert isinstance(finished, Finished) and finished.request_id == request_id
-        assert finished.completion.token_ids == ids and len(ids) == engine.usage.completion_tokens == 4
+        assert finished.completion.text == "you said world"
+        assert finished.completion.length == engine.usage.completion_tokens == 4
 
 
 def test_a_length_limit_and_a_stop_string_are_reported() -> None:
@@ -116,7 +119,7 @@ def test_a_length_limit_and_a_stop_string_are_reported() -> None:
         stop = SamplingParams(max_new_tokens=4, stop=(" be",))
         (cut,), (stopped,) = generate(engine, [ask(engine, "a"), ask(engine, "b", stop)])
         assert cut.finish is Finish.LENGTH
-        assert stopped.finish is Finish.STOP and engine.texts.text(stopped.token_ids) == "to be"
+        assert stopped.finish is Finish.STOP and stopped.text == "to be"
 
 
 def test_a_failed_request_leaves_the_others_alone() -> None:
@@ -133,7 +136,7 @@ def test_a_failed_request_leaves_the_others_alone() -> None:
 
         first, failed, last = run_sync(ask_all(), client)
         assert isinstance(failed, RequestError) and "request 'bad'" in str(failed) and "too long" in str(failed)
-        assert [engine.texts.text(one.token_ids) for one in (first, last)] == ["you said one", "you said three"]
+        assert [one.text for one in (first, last)] == ["you said one", "you said three"]
         with pytest.raises(RequestError, match="too long"):
             generate(engine, requests)
 
@@ -211,9 +214,9 @@ def test_answers_of_assay_serve_are_those_of_its_engine() -> None:
         ((whole,),) = generate(engine, [ask(engine, question, params)])
         ((streamed,),) = generate(engine, [ask(engine, question, params, stream=True)])
         for completion in (whole, streamed):
-            assert engine.texts.text(completion.token_ids) == text.decode(expected.token_ids)
+            assert completion.text == text.decode(expected.token_ids)
             assert completion.finish is expected.finish
-        assert len(whole.token_ids) == len(expected.token_ids)
+        assert whole.length == len(expected.token_ids)
         assert engine.usage.prompt_tokens == 2 * len(ids)
         with pytest.raises(RequestError, match="check the name of the model"):
             engine.model = "another"

@@ -1,17 +1,16 @@
 """The engine `openai`: answers of an OpenAI-compatible endpoint, for evaluations and chats.
 
-The endpoint takes messages or text and returns text. A table of texts (`assay.text.messages.TextTable`) stands between
-the ids of requests and completions and the texts of the endpoint. There are no weights and no log-probabilities, so
-this engine cannot train.
+The endpoint takes messages or text and returns text: the `prompt_ids` of a request are messages and texts (see
+`assay.text.messages`), and completions have a text instead of token ids. There are no weights and no log-probabilities,
+so this engine cannot train.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,21 +32,11 @@ from assay.types import Completion, Finish, Message, UserError
 NO_WEIGHTS = "engine openai has no weights and no log-probabilities: it is for assay eval and assay chat"
 
 
-class Texts(Protocol):
-    """What ids stand for; see `assay.text.messages.TextTable`."""
-
-    def completion_ids(self, text: str, tokens: int = 1) -> list[int]: ...
-
-    def text(self, ids: Sequence[int]) -> str: ...
-
-    def messages(self, ids: Sequence[int]) -> list[Message]: ...
-
-
 class OpenAIEngine(ServerEngine):
     """Every sample is a request of its own; a request whose retries are exhausted fails."""
 
-    def __init__(self, model: str, settings: OpenAIConfig, texts: Texts) -> None:
-        self.model, self.settings, self.texts = model, settings, texts
+    def __init__(self, model: str, settings: OpenAIConfig) -> None:
+        self.model, self.settings = model, settings
         self.endpoint = Endpoint(settings, "openai")
         self.loop = self.endpoint.loop
         self.path = "/chat/completions" if settings.api == "chat" else "/completions"
@@ -109,10 +98,9 @@ class OpenAIEngine(ServerEngine):
             sent.fail(error)
 
     def _body(self, request: Request, sample: int) -> dict[str, Any]:
-        params, ids = request.params, request.prompt_ids
-        chat = self.settings.api == "chat"
+        params, prompt = request.params, list[Any](request.prompt_ids)
         body: dict[str, Any] = {"model": self.model, "temperature": params.temperature}
-        body |= {"messages": self.texts.messages(ids)} if chat else {"prompt": self.texts.text(ids)}
+        body |= {"messages": conversation(prompt)} if self.settings.api == "chat" else {"prompt": "".join(prompt)}
         body[self.settings.length_field] = params.max_new_tokens
         optional = {
             "top_p": params.top_p if params.top_p < 1 else None,
@@ -127,18 +115,17 @@ class OpenAIEngine(ServerEngine):
     def _completion(self, answer: dict[str, Any], stops: Sequence[str]) -> Completion:
         choice = self._choice(answer)
         text = self._text(choice, "message") + stopped_by(choice, stops)
-        return self._made(self.texts.completion_ids(text, self.usage.add(answer) or 1), choice)
+        return self._made(text, self.usage.add(answer) or 1, choice)
 
     async def _streamed(self, sent: SentRequest, sample: int, body: dict[str, Any]) -> Completion:
-        """Request an answer and put a `TokenChunk` for every part of it."""
-        ids: list[int] = []
+        """Request an answer, and pass on every part of it."""
+        texts: list[Any] = []
         last: dict[str, Any] = {}
         usage: dict[str, Any] = {}
 
-        def put(text: str, tokens: int = 1) -> None:
-            new = self.texts.completion_ids(text, tokens)
-            ids.extend(new)
-            sent.put(TokenChunk(sent.id, sample, new, [math.nan] * len(new)))
+        def put(text: str) -> None:
+            texts.append(text)
+            sent.put(TokenChunk(sent.id, sample, texts[-1:], []))
 
         def receive(part: dict[str, Any]) -> None:
             if part.get("usage"):
@@ -156,9 +143,7 @@ class OpenAIEngine(ServerEngine):
         tokens = self.usage.add(usage)
         if stop := stopped_by(last, sent.request.params.stop):
             put(stop)
-        if (missing := max(tokens or 1, 1) - len(ids)) > 0:
-            put("", missing)  # as many ids as the endpoint counted tokens
-        return self._made(list(ids), last)
+        return self._made("".join(texts), tokens or max(len(texts), 1), last)
 
     def _choice(self, answer: dict[str, Any]) -> dict[str, Any]:
         choices = answer.get("choices")
@@ -174,11 +159,16 @@ class OpenAIEngine(ServerEngine):
             raise self.endpoint.garbage(self.path, choice, "text")
         return text or ""
 
-    def _made(self, ids: list[int], choice: dict[str, Any]) -> Completion:
+    def _made(self, text: str, tokens: int, choice: dict[str, Any]) -> Completion:
         if choice.get("finish_reason") == "content_filter":
             raise EndpointError(f"the content filter of {self.endpoint.url} withheld the answer")
         finish = Finish.LENGTH if choice.get("finish_reason") == "length" else Finish.STOP
-        return Completion(ids, [math.nan] * len(ids), [math.nan] * len(ids), finish)
+        return Completion([], [], [], finish, text=text, text_tokens=tokens)
+
+
+def conversation(sequence: Sequence[Message | str]) -> list[Message]:
+    """The messages of a sequence; texts in it, which are completions, are messages of the assistant."""
+    return [{"role": "assistant", "content": part} if isinstance(part, str) else part for part in sequence]
 
 
 def stopped_by(choice: dict[str, Any], stops: Sequence[str]) -> str:
