@@ -40,10 +40,10 @@ class EchoEngine(RemoteEngine):
 
     def _parse(self, response: Any, job: Job, version: int) -> list[Completion]:
         try:
-            groups = [(one["ids"], one["logprobs"]) for one in response["completions"]]
+            parts = [(one["ids"], one["logprobs"]) for one in response["completions"]]
         except (KeyError, TypeError):
             raise self.garbage("no completions") from None
-        return [self._completion(job, ids, logprobs, logprobs, Finish.STOP, version) for ids, logprobs in groups]
+        return [self._checked(Completion(ids, scores, scores, Finish.STOP, version), job) for ids, scores in parts]
 
     def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         names = [name for name, _ in weights]

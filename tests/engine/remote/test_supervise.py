@@ -31,8 +31,8 @@ class VersionedEngine(EchoEngine):
             raise ServerStale(f"a server has sampled with version {response['version']}, not {version}")
         return completions
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        answer = self.call(server, "POST", "/score")
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        answer = await self.post(server, "/score")
         return [[-1.0 - answer["version"]] * (len(one) - 1) for one in sequences]
 
 

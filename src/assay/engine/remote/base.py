@@ -40,7 +40,6 @@ from assay.engine.remote.http import (
     ServerState,
     ServerUnreachable,
     allowed_connections,
-    is_lost,
 )
 from assay.engine.remote.launch import LaunchedServers, SaveTokenizer
 from assay.engine.remote.ranks import Ranks
@@ -48,7 +47,7 @@ from assay.engine.remote.supervise import JOIN_S, SupervisedServers
 from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.models.base import PolicyModel
-from assay.types import Completion, Finish, UserError
+from assay.types import Completion, UserError
 
 T = TypeVar("T")
 ATTEMPTS = 4  # of a request whose connection is lost
@@ -140,7 +139,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
     @abstractmethod
     async def _sample(self, batch: SampleBatch) -> None:
-        """Request the samples of `batch` from its server, and finish each with what `_completion` returns.
+        """Request the samples of `batch` from its server, and finish each after `_checked`.
 
         With `splits_samples`, there is always one. The request is repeated after a lost connection.
         """
@@ -176,20 +175,12 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     def _reset_prefix_cache(self) -> None:
         """Only for servers with a prefix cache."""
 
-    def _completion(
-        self,
-        job: Job,
-        token_ids: Any,
-        engine_logprobs: Any,
-        sampling_logprobs: Any,
-        finish: Finish,
-        version: int,
-        **more: Any,
-    ) -> Completion:
-        """A completion of what a server returned, if its tokens and log-probabilities are valid."""
-        ids = self._valid_ids(token_ids, job.limit, least=1)
-        engine, sampling = (self.valid_logprobs(one, len(ids)) for one in (engine_logprobs, sampling_logprobs))
-        return Completion(ids, engine, sampling, finish, version, **more)
+    def _checked(self, completion: Completion, job: Job) -> Completion:
+        """A completion that a server returned, if its tokens and log-probabilities are valid."""
+        ids = self._valid_ids(completion.token_ids, job.limit, least=1)
+        for values in (completion.engine_logprobs, completion.sampling_logprobs):
+            self.valid_logprobs(values, len(ids))
+        return completion
 
     def _valid_ids(self, ids: Any, limit: int, least: int = 0) -> list[int]:
         """Tokens that a server returned, if they are in the vocabulary and not too many."""
@@ -204,11 +195,11 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
-        return self.ranks.from_leader(lambda: self._score_anywhere(sequences, temperature))
+        return self.ranks.from_leader(lambda: self.score_anywhere(sequences, temperature))
 
     def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
         check_scored(sequences, 1.0, self.info.max_length, self.info.vocab_size)
-        return self.ranks.from_leader(lambda: self._score_everywhere(sequences))
+        return self.ranks.from_leader(lambda: self.score_everywhere(sequences))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -362,28 +353,6 @@ class RemoteEngine(SupervisedServers, ServerEngine):
                     continue
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)
-
-    # -- the rest
-
-    def _score_anywhere(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        while True:
-            self.require(self.serving())
-            server = self.least_busy()
-            try:
-                return self._checked_score(server, sequences, temperature)
-            except ServerError as error:
-                if not self.retire(server, str(error), is_lost(error)):
-                    raise
-
-    def _score_everywhere(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        scores: dict[str, list[list[float]]] = {}
-        for server in self.serving():
-            try:
-                scores[server.url] = self._checked_score(server, sequences)
-            except ServerError as error:
-                if not self.retire(server, str(error), is_lost(error)):
-                    raise
-        return self.require(scores)
 
     def close(self) -> None:
         for sent in list(self.sent):

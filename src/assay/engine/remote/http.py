@@ -276,10 +276,8 @@ class HttpServers:
 
     def valid_logprobs(self, values: Any, count: int) -> list[float]:
         """Log-probabilities of this number of tokens. Rounding errors above 0 stay, as in the native engine."""
-        if not isinstance(values, list) or len(values) != count:
-            raise self.garbage(f"not one log-probability for each of {count} tokens")
-        if invalid := [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]:
-            raise self.garbage(f"the log-probability {shortened(str(invalid[0]), 30)}, which is not a number up to 0")
+        if problem := logprob_problem(values, count):
+            raise self.garbage(problem)
         return [float(one) for one in values]
 
     def garbage(self, what: str) -> ServerGarbage:
@@ -375,6 +373,14 @@ class HttpServers:
         with suppress(Exception):
             self.loop.call(close_clients())
         self.loop.stop()
+
+
+def logprob_problem(values: Any, count: int) -> str:
+    """What is wrong with log-probabilities that a server returned; empty if there are `count` valid ones."""
+    if not isinstance(values, list) or len(values) != count:
+        return f"not one log-probability for each of {count} tokens"
+    invalid = [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]
+    return f"the log-probability {shortened(str(invalid[0]), 30)}, which is not a number up to 0" if invalid else ""
 
 
 def is_lost(error: BaseException) -> bool:

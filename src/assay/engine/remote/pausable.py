@@ -124,8 +124,8 @@ class PausableEngine(RemoteEngine):
             finish = Finish.STOP
         spans = merged(spans)
         first = spans[0][0] if spans else version
-        more = {"version_spans": tuple(spans)} if len(spans) > 1 else {}
-        return self._completion(job, ids, logprobs, logprobs, finish, first, **more)
+        several = tuple(spans) if len(spans) > 1 else ()
+        return self._checked(Completion(ids, logprobs, list(logprobs), finish, first, version_spans=several), job)
 
 
 def sample_seed(seed: int, sample: int, position: int) -> int:

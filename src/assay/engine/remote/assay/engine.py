@@ -17,7 +17,7 @@ from torch import Tensor
 from assay.config import ServerConfig
 from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Failed, Finished, WeightSource
 from assay.engine.remote.assay.servers import LaunchedAssay
-from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
+from assay.engine.remote.assay.wire import IDS, WireError, event_from_json, pack, request_to_json
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import (
     Server,
@@ -29,8 +29,8 @@ from assay.engine.remote.http import (
     shortened,
 )
 from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.scoring import unpacked_scores
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
-from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.types import Completion, UserError
 
@@ -156,11 +156,12 @@ class AssayEngine(RemoteEngine):
                 if not isinstance(event, Finished) or event.sample not in missing:
                     raise self.garbage("an event that is not the end of an unfinished sample")
                 missing.remove(event.sample)
-                batch.finish(event.sample, self._checked(server, job, event.completion, version))
+                self._check_versions(server, event.completion, version)
+                batch.finish(event.sample, self._checked(event.completion, job))
         if missing:
             raise ServerUnreachable(f"a server has ended a response before sample {min(missing)} was finished")
 
-    def _checked(self, server: Server, job: Job, completion: Completion, version: int) -> Completion:
+    def _check_versions(self, server: Server, completion: Completion, version: int) -> None:
         if completion.oldest_version < version:
             raise ServerStale(
                 f"{server.url} has sampled with weights of version {completion.oldest_version}, not {version}: it was "
@@ -172,17 +173,6 @@ class AssayEngine(RemoteEngine):
                 f"{server.url} has sampled with weights of version {newest}, but this run has sent only versions up to "
                 f"{self.newest_version}: another run uses it; start a server for each run"
             )
-        return self._completion(
-            job,
-            completion.token_ids,
-            completion.engine_logprobs,
-            completion.sampling_logprobs,
-            completion.finish,
-            completion.version,
-            kept_mass=completion.kept_mass,
-            entropy=completion.entropy,
-            version_spans=completion.version_spans,
-        )
 
     # -- the rest
 
@@ -213,11 +203,11 @@ class AssayEngine(RemoteEngine):
             body = {"transport": "folder", "path": str(folder), "version": version}
             self.call_all("POST", "/engine/weights", body)
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": temperature}
-        answer = self.call(server, "POST", "/engine/score", body, tokens=sum(map(len, sequences)))
+        answer = await self.post(server, "/engine/score", body, tokens=sum(map(len, sequences)))
         with self.reading("no scores"):
-            return [unpack(one, FLOATS) for one in answer["scores"]]
+            return unpacked_scores(answer)
 
     def _fingerprint(self) -> str | None:
         texts = self._fingerprints()

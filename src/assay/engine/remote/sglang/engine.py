@@ -194,7 +194,7 @@ class SGLangEngine(PausableEngine):
                 "another run uses it"
             )
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
             raise UserError("SGLang scores given tokens at temperature 1 only")
 
@@ -210,10 +210,7 @@ class SGLangEngine(PausableEngine):
                     raise ValueError
                 return [row[0] for row in rows[1:]]
 
-        async def score_all() -> list[list[float]]:
-            return await asyncio.gather(*(score(sequence) for sequence in sequences))
-
-        return self.loop.call(score_all())
+        return await asyncio.gather(*map(score, sequences))
 
     # -- weights
 

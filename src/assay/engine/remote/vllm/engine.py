@@ -24,6 +24,7 @@ from assay.engine.base import Capabilities, EngineOptions, WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
+from assay.engine.remote.scoring import prompt_body, prompt_scores
 from assay.engine.remote.vllm.servers import LaunchedVLLM
 from assay.engine.remote.vllm.weights import ServedModel, WeightSender
 from assay.engine.remote.vllm.worker import EXTENSION
@@ -177,23 +178,18 @@ class VLLMEngine(PausableEngine):
             raise self.garbage(f"the finish reason {shortened(reason, 30)!r}")
         return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
             raise UserError("vLLM scores given tokens at temperature 1 only")
         name = self.models[server.url].name
 
         async def score(sequence: Sequence[int]) -> list[float]:
             ids = [int(token) for token in sequence]
-            body = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            answer = await self.post(server, COMPLETIONS, body, tokens=len(ids))
+            answer = await self.post(server, COMPLETIONS, {"model": name, **prompt_body(ids)}, tokens=len(ids))
             with self.reading("no log-probabilities of the prompt"):
-                rows = answer["choices"][0]["prompt_logprobs"]
-                return [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
+                return prompt_scores(answer, ids)
 
-        async def score_all() -> list[list[float]]:
-            return await asyncio.gather(*(score(sequence) for sequence in sequences))
-
-        return self.loop.call(score_all())
+        return await asyncio.gather(*map(score, sequences))
 
     # -- weights
 
