@@ -16,6 +16,7 @@ on all of them.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import time
 import weakref
 from abc import abstractmethod
@@ -82,6 +83,8 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     """See the description of this module."""
 
     launcher: ClassVar[Callable[..., LaunchedServers]]  # starts servers
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # that servers can have; empty: all
+    pauses: ClassVar[bool] = False  # no requests are sent during an update of weights, for which servers are paused
     splits_samples: ClassVar[bool] = True  # one HTTP request per sample; False: one for all samples of a request
 
     def __init__(
@@ -93,6 +96,12 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         save_tokenizer: SaveTokenizer | None = None,
     ) -> None:
         """`save_tokenizer`: needed to start servers. The weights have version -1 until the first `update_weights`."""
+        if self.dtypes and options.dtype not in self.dtypes:
+            raise UserError(
+                f"{self.kind} has no float64: set engine.dtype to float32 or bfloat16, or use another engine"
+            )
+        if importlib.util.find_spec("httpx") is None:
+            raise self.missing_httpx()
         self.options, self.ranks = options, Ranks(options.group)
         self.leads, self.asleep, self.sent = self.ranks.leads, False, set()
         self.size = model.parameter_count * options.dtype.itemsize
@@ -106,7 +115,8 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         limits = (settings.health_timeout_s, options.notify, settings.recover_s)
         super().__init__(urls, settings.timeout_s, key, launched, *limits)
         self.slots = asyncio.Semaphore(min(options.max_batch * len(urls), allowed_connections()))
-        self.waking = asyncio.Lock()
+        self.waking, self.gate = asyncio.Lock(), asyncio.Event()
+        self.gate.set()  # cleared while servers are paused
         if launched is not None:
             weakref.finalize(self, launched.close)  # at the latest when the process ends
         try:
@@ -153,15 +163,6 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
         If `self.asleep`, the servers sleep; they must be awake afterwards.
         """
-
-    def _begin_update(self) -> None:
-        """Called on all ranks before an update. Engines with `inflight_updates` must not send requests until its end.
-
-        `_end_update` follows, also if the update fails.
-        """
-
-    def _end_update(self) -> None:
-        pass
 
     def _fingerprint(self) -> str | None:
         return None
@@ -224,14 +225,15 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             return [server.url for server in self.serving()]
 
         try:
-            self._begin_update()
+            if self.pauses:
+                self.loop.post(self.gate.clear)
             self.ranks.barrier()
             self.adopt(self.ranks.on_main(publish, meanwhile=lambda: drain(weights)))
             self.require(self.serving())
             self.asleep = False
             self.info = replace(self.info, version=version)
         finally:
-            self._end_update()
+            self.loop.post(self.gate.set)
 
     def _has_lost_all(self, reason: str) -> bool:
         """Whether all servers have failed, after an update has ended with an error."""

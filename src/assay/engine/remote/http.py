@@ -96,6 +96,7 @@ class HttpServers:
 
     kind: ClassVar[str]  # name of the server in messages, e.g. "vLLM"
     section: ClassVar[str]  # section of its settings, e.g. "vllm"
+    extra: ClassVar[str] = ""  # that installs the HTTP client; empty: it is named like the section
     start_advice: ClassVar[str] = "start a server there"  # what to do if it is not reachable
 
     def __init__(
@@ -335,9 +336,12 @@ class HttpServers:
         try:
             client = new_client(url, api_key, proxies=nodes_folder() is None)
         except ImportError:
-            raise missing_extra(f"engine {self.section}", self.section) from None
+            raise self.missing_httpx() from None
         self._secrets |= {query, urlsplit(url).password or ""}
         return Server(hide_credentials(url), client, query)
+
+    def missing_httpx(self) -> UserError:
+        return missing_extra(f"engine {self.kind.lower()}", self.extra or self.section)
 
     def _content(self, server: Server, path: str, answer: Answer, is_json: bool = True) -> Any:
         status = answer.status_code

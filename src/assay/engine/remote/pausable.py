@@ -6,26 +6,21 @@ new weights. A backend implements `_body`, `_part`, `_publish` and `_check_serve
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from assay.config import RemoteEngineConfig
-from assay.engine.base import Capabilities, EngineOptions
 from assay.engine.outputs import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import Server, ServerError
-from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.sequence import Job
-from assay.models.base import PolicyModel
-from assay.types import Completion, Finish, UserError, missing_extra
+from assay.types import Completion, Finish
 
 
 @dataclass
@@ -40,27 +35,12 @@ class SampledPart:
 
 class PausableEngine(RemoteEngine):
     path: ClassVar[str]  # of requests for samples
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    pauses = True
 
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
-
-    def __init__(
-        self,
-        model: PolicyModel,
-        settings: RemoteEngineConfig,
-        options: EngineOptions,
-        capabilities: Capabilities,
-        save_tokenizer: SaveTokenizer | None = None,
-    ) -> None:
-        if options.dtype not in self.dtypes:
-            raise UserError(
-                f"{self.kind} has no float64: set engine.dtype to float32 or bfloat16, or use another engine"
-            )
-        if importlib.util.find_spec("httpx") is None:
-            raise missing_extra(f"engine {self.section}", self.section)
-        self.stopping = StopStrings(options.decode) if options.decode is not None else None
-        self.gate = asyncio.Event()  # closed during an update: requests wait
-        self.gate.set()
-        super().__init__(model, settings, options, capabilities, save_tokenizer)
+    @cached_property
+    def stopping(self) -> StopStrings | None:
+        return StopStrings(self.options.decode) if self.options.decode is not None else None
 
     @abstractmethod
     def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
@@ -76,12 +56,6 @@ class PausableEngine(RemoteEngine):
     async def _ask(self, server: Server, body: dict[str, Any], tokens: int) -> Any:
         """Send a request for a sample. `tokens`: see `HttpServers.request`."""
         return await self.post(server, self.path, body, tokens=tokens)
-
-    def _begin_update(self) -> None:
-        self.loop.post(self.gate.clear)
-
-    def _end_update(self) -> None:
-        self.loop.post(self.gate.set)
 
     async def _sample(self, batch: SampleBatch) -> None:
         """A sample that a weight update interrupts is continued with the new weights."""

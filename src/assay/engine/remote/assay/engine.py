@@ -39,7 +39,7 @@ CAPABILITIES = replace(ALL_CAPABILITIES, handles=False)
 
 
 class AssayEngine(RemoteEngine):
-    kind, section = "assay", "server"
+    kind, section, extra = "assay", "server", "serve"
     launcher = LaunchedAssay
     start_advice = "start `assay serve MODEL --allow-updates` there"
     splits_samples = False  # the samples of a request share its prompt
