@@ -48,7 +48,8 @@ from assay.engine.base import (
     gc_paused,
 )
 from assay.engine.outputs import handles_of
-from assay.types import Completion
+from assay.engine.sequence import display_name
+from assay.types import Completion, UserError
 
 T = TypeVar("T")
 ANOTHER_CONSUMER = "another consumer's event: share an engine through one EngineClient"
@@ -329,6 +330,12 @@ class SentRequest(Submitted):
     def unfinished(self) -> list[int]:
         return [sample for sample, future in enumerate(self.futures) if not future.done()]
 
+    def start(self, samples: Iterable[int], work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Start a task that serves these samples. Its error is that of the request."""
+        task = asyncio.ensure_future(self._serve(work))
+        self.tasks |= dict.fromkeys(samples, task)
+        return task
+
     def put(self, chunk: TokenChunk) -> None:
         """Pass new tokens of a sample to the client."""
         self._call(self._put, chunk)
@@ -351,6 +358,14 @@ class SentRequest(Submitted):
     def cancel(self) -> None:
         for task in self.tasks.values():
             task.cancel()
+
+    async def _serve(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except UserError as error:
+            self.fail(RequestError({self.id: f"{display_name(self.request, self.id)}: {error}"}))
+        except Exception as error:  # a bug
+            self.fail(error)
 
     def _call(self, work: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the loop of the client is closed: nobody waits any more
@@ -387,6 +402,12 @@ class ServerEngine(BaseEngine):
     def from_leader(self, work: Callable[[], T]) -> T:
         """See `EngineClient`."""
         return work()
+
+    def end_requests(self) -> None:
+        """Let all requests fail, since the engine is being closed."""
+        for request in list(self.sent):
+            request.fail(UserError("the engine was closed"))
+            self.loop.post(request.cancel)
 
     @property
     def load(self) -> EngineLoad:

@@ -36,7 +36,7 @@ class EchoEngine(RemoteEngine):
         body = {"prompt": list(job.tokens), "seed": job.request.seed, "samples": list(batch.samples)}
         answer = await self.post(batch.server, "/generate", body, tokens=job.max_length)
         for sample, completion in zip(batch.samples, self._parse(answer, job, version), strict=True):
-            batch.finish(sample, completion)
+            batch.sent.finish(sample, completion)
 
     def _parse(self, response: Any, job: Job, version: int) -> list[Completion]:
         try:

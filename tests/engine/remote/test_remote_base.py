@@ -30,7 +30,7 @@ from http_parts import Answer, small_server
 
 from assay.config import RemoteEngineConfig
 from assay.engine.base import Capabilities, Request, RequestError
-from assay.engine.client import EngineClient, connect, generate, run_sync
+from assay.engine.client import EngineClient, SentRequest, connect, generate, run_sync
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
 
@@ -240,6 +240,30 @@ def test_requests_work_inside_a_running_event_loop() -> None:
 
     with engine_on() as (engine, _):
         assert asyncio.run(notebook(engine)) == generate(engine, requests(4))
+
+
+def test_requests_of_one_iteration_of_the_event_loop_are_passed_to_the_engine_together() -> None:
+    together: list[int] = []
+
+    class Counting(EchoEngine):
+        def serve(self, requests: Sequence[SentRequest]) -> None:
+            together.append(len(requests))
+            super().serve(requests)
+
+    with engine_on(kind=Counting) as (engine, _):
+        generate(engine, requests(5))
+        generate(engine, requests(3))
+        assert together == [5, 3]
+
+
+def test_a_blocking_call_in_the_thread_of_the_servers_is_refused() -> None:
+    async def blocking() -> None:
+        engine.update_weights(POLICY, 1)
+
+    with engine_on() as (engine, _):
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            engine.loop.call(blocking())
+        engine.update_weights(POLICY, 1)
 
 
 def test_closing_the_engine_fails_requests_that_run() -> None:

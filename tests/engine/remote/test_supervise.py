@@ -168,6 +168,23 @@ def test_a_server_that_hangs_does_not_hold_up_an_update_or_an_idle_engine() -> N
         until(lambda: states(engine)[0] == "retired")  # by the questions about its health alone
 
 
+def test_an_event_loop_that_is_held_up_is_no_fault_of_the_servers() -> None:
+    """In asynchronous training, environments may hold up the event loop that asks the servers."""
+
+    class Slow(FakeServer):
+        def __call__(self, path: str, body: Any) -> Answer:
+            time.sleep(0.15 if path == "/health" else 0.0)
+            return super().__call__(path, body)
+
+    with engine_on(Slow(), Slow(), kind=VersionedEngine, health_timeout_s=0.4) as (engine, _):
+        engine.update_weights(POLICY, 0)
+        for _ in range(3):
+            time.sleep(0.1)
+            engine.loop.post(lambda: time.sleep(0.65))
+            engine.loop.call(asyncio.sleep(0))
+        assert states(engine) == ["serving"] * 2
+
+
 def test_the_last_server_is_never_retired_and_its_error_is_reported() -> None:
     with fleet(2) as (engine, fakes, lines):
         for fake in fakes:

@@ -23,6 +23,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import Any, ClassVar, TypeVar
 
@@ -74,9 +75,6 @@ class SampleBatch:
     def end(self, *_: object) -> None:
         self.server.running -= self.counted
         self.counted = 0
-
-    def finish(self, sample: int, completion: Completion) -> None:
-        self.sent.finish(sample, completion)
 
 
 class RemoteEngine(SupervisedServers, ServerEngine):
@@ -306,22 +304,15 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         batches = [SampleBatch(sent, job, group, server) for group in groups]
         for batch in batches:
             batch.assign(server)
-            task = asyncio.ensure_future(self._serve(batch))
+            task = sent.start(batch.samples, partial(self._serve, batch))
             task.add_done_callback(batch.end)  # also called for a task that is cancelled before it begins
-            sent.tasks |= dict.fromkeys(batch.samples, task)
         return batches
 
     async def _serve(self, batch: SampleBatch) -> None:
-        sent = batch.sent
-        try:
-            if self.asleep:
-                await self._wake_servers()
-            async with self.slots:
-                await self._sample_with_retries(batch)
-        except UserError as error:
-            sent.fail(RequestError({sent.id: f"{batch.job.name}: {error}"}))
-        except Exception as error:  # a bug: the client raises it
-            sent.fail(error)
+        if self.asleep:
+            await self._wake_servers()
+        async with self.slots:
+            await self._sample_with_retries(batch)
 
     async def _wake_servers(self) -> None:
         async with self.waking:
@@ -357,9 +348,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     def close(self) -> None:
-        for sent in list(self.sent):
-            sent.fail(ServerError("the engine was closed"))
-            self.loop.post(sent.cancel)
+        self.end_requests()
         if self.loop.running:
             self._disconnect()
         if isinstance(self.transport, FolderTransport):

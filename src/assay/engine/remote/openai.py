@@ -7,9 +7,9 @@ so this engine cannot train.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,9 +58,7 @@ class OpenAIEngine(ServerEngine):
         raise UserError(NO_WEIGHTS)
 
     def close(self) -> None:
-        for sent in list(self.sent):
-            sent.fail(EndpointError("the engine was closed"))
-            self.loop.post(sent.cancel)
+        self.end_requests()
         self.endpoint.close()
 
     # -- the event loop: these run in its thread
@@ -70,7 +68,8 @@ class OpenAIEngine(ServerEngine):
             if problem := self._problem(sent.request, sent.id):
                 sent.fail(RequestError({sent.id: problem}))
                 continue
-            sent.tasks = {sample: asyncio.ensure_future(self._serve(sent, sample)) for sample in sent.unfinished}
+            for sample in sent.unfinished:
+                sent.start([sample], partial(self._serve, sent, sample))
 
     def _problem(self, request: Request, request_id: int) -> str:
         """Why a request cannot be served; empty if it can."""
@@ -84,18 +83,13 @@ class OpenAIEngine(ServerEngine):
         return "" if request.prompt_ids else f"{name}: the prompt is empty"
 
     async def _serve(self, sent: SentRequest, sample: int) -> None:
-        try:
-            request = sent.request
-            body = self._body(request, sample)
-            if request.stream:
-                completion = await self._streamed(sent, sample, body)
-            else:
-                completion = self._completion(await self.endpoint.post(self.path, body), request.params.stop)
-            sent.finish(sample, completion, streamed=request.stream)
-        except UserError as error:
-            sent.fail(RequestError({sent.id: f"{display_name(sent.request, sent.id)}: {error}"}))
-        except Exception as error:  # a bug: the client raises it
-            sent.fail(error)
+        request = sent.request
+        body = self._body(request, sample)
+        if request.stream:
+            completion = await self._streamed(sent, sample, body)
+        else:
+            completion = self._completion(await self.endpoint.post(self.path, body), request.params.stop)
+        sent.finish(sample, completion, streamed=request.stream)
 
     def _body(self, request: Request, sample: int) -> dict[str, Any]:
         params, prompt = request.params, list[Any](request.prompt_ids)

@@ -76,7 +76,7 @@ class PausableEngine(RemoteEngine):
             if part.finish is None and len(ids) >= job.limit:
                 part.finish = Finish.LENGTH
             if part.finish is not None:
-                return batch.finish(sample, self._end(job, ids, logprobs, spans, part.finish, version))
+                return batch.sent.finish(sample, self._end(job, ids, logprobs, spans, part.finish, version))
             if part.interrupted and version == self.info.version and self.gate.is_set():
                 raise ServerError(
                     f"the {self.kind} server {server.url} aborted a request: does another program control it?"

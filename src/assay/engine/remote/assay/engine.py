@@ -157,7 +157,7 @@ class AssayEngine(RemoteEngine):
                     raise self.garbage("an event that is not the end of an unfinished sample")
                 missing.remove(event.sample)
                 self._check_versions(server, event.completion, version)
-                batch.finish(event.sample, self._checked(event.completion, job))
+                batch.sent.finish(event.sample, self._checked(event.completion, job))
         if missing:
             raise ServerUnreachable(f"a server has ended a response before sample {min(missing)} was finished")
 
