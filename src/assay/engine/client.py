@@ -375,13 +375,21 @@ class SentRequest(Submitted):
 
     def _put(self, chunk: TokenChunk) -> None:
         if not self.futures[chunk.sample].done():
-            self.add_chunk(chunk)
-            self.client.after_step()
+            self._notify(partial(self.add_chunk, chunk))
 
     def _finish(self, sample: int, completion: Completion) -> None:
         if not self.futures[sample].done():
+            self._notify()
+        if not self.futures[sample].done():
             self.futures[sample].set_result(completion)
+
+    def _notify(self, work: Callable[[], None] = lambda: None) -> None:
+        """Call functions of the client's user, whose errors are those of the request."""
+        try:
+            work()
             self.client.after_step()
+        except Exception as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         for sample in self.unfinished:
@@ -451,7 +459,17 @@ class ServerClient(EngineClient):
 
     def _send(self) -> None:
         unsent, self._unsent = [sent for sent in self._unsent if not sent.finished], []
-        self.engine.loop.post(partial(self.engine.serve, unsent))
+        if not self.engine.loop.running:
+            self.engine.end_requests()
+        self.engine.loop.post(partial(self._serve, unsent))
+
+    def _serve(self, requests: Sequence[SentRequest]) -> None:
+        """In the event loop of the engine."""
+        try:
+            self.engine.serve(requests)
+        except Exception as error:  # a bug: nobody may wait for ever
+            for sent in requests:
+                sent.fail(error)
 
     def _on_end(self, sent: SentRequest, future: asyncio.Future[Completion]) -> None:
         if future.cancelled() or future.exception() is not None:

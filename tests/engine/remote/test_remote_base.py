@@ -278,6 +278,8 @@ def test_closing_the_engine_fails_requests_that_run() -> None:
         engine.close()
         with pytest.raises(UserError, match="the engine was closed"):
             running.result(10)
+        with pytest.raises(UserError, match="the engine was closed"):
+            generate(engine, requests(1))
 
 
 def test_weights_are_published_to_all_servers_and_the_version_follows() -> None:
@@ -343,3 +345,15 @@ def test_a_bug_in_a_backend_is_raised() -> None:
 
     with engine_on(kind=Broken) as (engine, _), pytest.raises(ZeroDivisionError, match="bug"):
         generate(engine, requests(1))
+
+
+def test_errors_of_a_caller_are_raised() -> None:
+    def report(finished: int, tokens: int) -> None:
+        raise ZeroDivisionError("of the progress bar")
+
+    with engine_on() as (engine, _):
+        with pytest.raises(TypeError):
+            generate(engine, [Request(["text"], PARAMS, 0)])  # type: ignore[list-item]
+        with pytest.raises(ZeroDivisionError, match="of the progress bar"):
+            generate(engine, requests(1), report)
+        assert engine.load.running == 0
