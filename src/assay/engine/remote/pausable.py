@@ -1,20 +1,21 @@
 """Base class of engines whose servers are paused for a weight update, such as vLLM and SGLang.
 
 A paused server returns what it has sampled. `PausableEngine` requests the rest of such a sample afterwards, with the
-new weights. A backend implements `_body`, `_part`, `_publish` and `_check_servers`.
+new weights. A backend implements `_body`, `_part`, `_allocate` and `_check_server`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from assay.engine.outputs import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
@@ -35,8 +36,12 @@ class SampledPart:
 
 class PausableEngine(RemoteEngine):
     path: ClassVar[str]  # of requests for samples
+    pause: ClassVar[tuple[str, Any]]  # path and body of the request: running requests return what they have
+    resume: ClassVar[tuple[str, Any]]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     pauses = True
+    sender: Any  # sends weights: `send(transport, weights, version)`
+    weights_dropped = False  # by a sleep
 
     @cached_property
     def stopping(self) -> StopStrings | None:
@@ -56,6 +61,21 @@ class PausableEngine(RemoteEngine):
     async def _ask(self, server: Server, body: dict[str, Any], tokens: int) -> Any:
         """Send a request for a sample. `tokens`: see `HttpServers.request`."""
         return await self.post(server, self.path, body, tokens=tokens)
+
+    @abstractmethod
+    def _allocate(self, *tags: str) -> None:
+        """Allocate memory that a sleep has released: "weights", "kv_cache"."""
+
+    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self.call_all("POST", *self.pause)
+        try:
+            self._allocate("weights")
+            self.sender.send(self.transport, weights, version)
+            self._allocate("kv_cache")
+            self._reset_prefix_cache()
+        finally:
+            self.call_all("POST", *self.resume)
+        self.weights_dropped = False
 
     async def _sample(self, batch: SampleBatch) -> None:
         """A sample that a weight update interrupts is continued with the new weights."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from assay.config import SGLangConfig
 from assay.engine.base import Capabilities, EngineOptions
@@ -44,6 +43,7 @@ CAPABILITIES = Capabilities(temperature_logprobs=True, truncated_logprobs=False,
 class SGLangEngine(PausableEngine):
     health_path = "/model_info"  # /health samples a token, which a server that is paused or sleeps cannot
     kind, section, path = "SGLang", "sglang", GENERATE
+    pause, resume = ("/pause_generation", {"mode": "abort"}), ("/continue_generation", dict[str, Any]())
     launcher = LaunchedSGLang
     start_advice = "start an SGLang server there"
 
@@ -60,7 +60,6 @@ class SGLangEngine(PausableEngine):
         self.architecture = architecture_of(model)
         self.served: dict[str, SGLangServer] = {}  # by URL
         self.sender = SGLangSender(self, self.served)
-        self.weights_dropped = False  # by a sleep
         self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
         super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
@@ -79,15 +78,15 @@ class SGLangEngine(PausableEngine):
         self.served[server.url] = served
 
     def _join(self, server: Server) -> None:
-        self.call(server, "POST", "/continue_generation", {})
+        self.call(server, "POST", *self.resume)
         self._check_vocabulary(server)
         if self.released:
-            self.call(server, "POST", "/pause_generation", {"mode": "abort"})
+            self.call(server, "POST", *self.pause)
             self.call(server, "POST", "/release_memory_occupation", {"tags": sorted(self.released)})
 
     def _prepare(self) -> None:
         """Choose the transport, and continue servers that an earlier run has left paused."""
-        self.call_all("POST", "/continue_generation", {})
+        self.call_all("POST", *self.resume)
         for server in self.servers:
             self._check_vocabulary(server)
         device, dtype = torch.device(self.options.device), self.options.dtype
@@ -212,26 +211,6 @@ class SGLangEngine(PausableEngine):
 
         return await asyncio.gather(*map(score, sequences))
 
-    # -- weights
-
-    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        assert self.transport is not None
-        with self._paused():
-            self._resume("weights")
-            self.sender.send(self.transport, weights, version)
-            self._resume("kv_cache")
-            self._reset_prefix_cache()
-        self.weights_dropped = False
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Requests that are running return what they have, and are continued by `_generate`."""
-        self.call_all("POST", "/pause_generation", {"mode": "abort"})
-        try:
-            yield
-        finally:
-            self.call_all("POST", "/continue_generation", {})
-
     # -- memory
 
     def _sleep(self) -> None:
@@ -241,13 +220,13 @@ class SGLangEngine(PausableEngine):
                 "or switch the setting off"
             )
         # SGLang ends if it has requests when it releases memory, or gets one afterwards; while it is paused, they wait.
-        self.call_all("POST", "/pause_generation", {"mode": "abort"})
+        self.call_all("POST", *self.pause)
         self._reset_prefix_cache()
         self.call_all("POST", "/release_memory_occupation", {"tags": MEMORY})
         self.released = set(MEMORY)
         self.weights_dropped = not all(served.info.get("enable_weights_cpu_backup") for served in self.served.values())
 
-    def _resume(self, *tags: str) -> None:
+    def _allocate(self, *tags: str) -> None:
         """Allocate memory that was released. SGLang ends if memory is to be resumed that was not released."""
         if wanted := [tag for tag in tags if tag in self.released]:
             self.call_all("POST", "/resume_memory_occupation", {"tags": wanted})
@@ -259,8 +238,8 @@ class SGLangEngine(PausableEngine):
                 "the servers have dropped their weights: update them before sampling, or start servers with "
                 "--enable-weights-cpu-backup (sglang.keep_weights = true)"
             )
-        self._resume(*MEMORY)
-        self.call_all("POST", "/continue_generation", {})
+        self._allocate(*MEMORY)
+        self.call_all("POST", *self.resume)
 
     async def _wake_servers(self) -> None:
         if self.ranks.world is not None:  # only the main rank knows what is released
@@ -273,8 +252,8 @@ class SGLangEngine(PausableEngine):
     def close(self) -> None:
         if self.released and self.launched is None:
             with suppress(ServerError):  # the next run cannot find out that they sleep
-                self._resume(*MEMORY)
-                self.call_all("POST", "/continue_generation", {}, timeout_s=60)
+                self._allocate(*MEMORY)
+                self.call_all("POST", *self.resume, timeout_s=60)
         super().close()
 
 

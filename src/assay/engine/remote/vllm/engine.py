@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +49,7 @@ CAPABILITIES = Capabilities(
 
 class VLLMEngine(PausableEngine):
     kind, section, path = "vLLM", "vllm", COMPLETIONS
+    pause, resume = ("/pause?mode=abort", None), ("/resume", None)
     launcher = LaunchedVLLM
     start_advice = "start a vLLM server there"
 
@@ -68,7 +68,6 @@ class VLLMEngine(PausableEngine):
         self.sender = WeightSender(self, self.models)
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
-        self.weights_dropped = False  # by a sleep of level 2
         super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
 
     # -- start
@@ -84,7 +83,7 @@ class VLLMEngine(PausableEngine):
         self._check_vocabulary(server)
 
     def _join(self, server: Server) -> None:
-        self.call(server, "POST", "/resume")
+        self.call(server, "POST", *self.resume)
         if self.asleep:
             self.call(server, "POST", f"/sleep?level={self.settings.sleep_level}")
 
@@ -133,7 +132,7 @@ class VLLMEngine(PausableEngine):
         """Choose the transport, and resume servers that an earlier run has left paused or asleep."""
         if self._asleep():
             self.call_all("POST", "/wake_up")
-        self.call_all("POST", "/resume")
+        self.call_all("POST", *self.resume)
         device, dtype = torch.device(self.options.device), self.options.dtype
         self.transport = self.sender.choose_transport(self.settings, device, dtype, self.size)
 
@@ -208,24 +207,12 @@ class VLLMEngine(PausableEngine):
                 shapes[name] = tuple(weight.shape)
                 yield name, weight
 
-        with self._paused():
-            if self.asleep:
-                self.call_all("POST", "/wake_up?tags=weights")
-            assert self.transport is not None
-            self.sender.send(self.transport, recorded(), version)
-            if self.asleep:
-                self.call_all("POST", "/wake_up?tags=kv_cache")
-            self._reset_prefix_cache()
-        self.published, self.weights_dropped = shapes, False
+        super()._publish(recorded(), version)
+        self.published = shapes
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Requests that are running return what they have, and are continued by `_generate`."""
-        self.call_all("POST", "/pause?mode=abort")
-        try:
-            yield
-        finally:
-            self.call_all("POST", "/resume")
+    def _allocate(self, *tags: str) -> None:
+        for tag in tags if self.asleep else ():
+            self.call_all("POST", f"/wake_up?tags={tag}")
 
     def digests(self) -> dict[str, str] | None:
         """Digest of each served weight by its Hugging Face name; None if a server cannot compute them.
@@ -266,7 +253,7 @@ class VLLMEngine(PausableEngine):
             raise UserError("the weights were dropped by vllm.sleep_level = 2: update them before sampling, or use 1")
         if self._asleep():
             self.call_all("POST", "/wake_up")
-        self.call_all("POST", "/resume")
+        self.call_all("POST", *self.resume)
 
     def _asleep(self) -> bool:
         return any(self.field(answer, "is_sleeping", bool) for answer in self.call_all("GET", "/is_sleeping"))
