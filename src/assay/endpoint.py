@@ -432,6 +432,9 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the thread and return its result. If the wait is interrupted, the work is cancelled."""
+        if threading.current_thread() is self.thread:
+            work.close()
+            raise RuntimeError("a blocking call in the thread of an event loop would wait for itself: await it")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -440,7 +443,9 @@ class LoopThread:
             raise
 
     def post(self, work: Callable[[], object]) -> None:
-        self.loop.call_soon_threadsafe(work)
+        """Call a function in the thread, without waiting. Ignored after `stop`."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(work)
 
     def stop(self) -> None:
         self.call(self.loop.shutdown_asyncgens())  # those of answers that were not read to their end

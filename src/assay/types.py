@@ -182,7 +182,10 @@ class Verdict:
 
 @dataclass(slots=True)
 class Completion:
-    """One sampled completion. Log-probabilities are those of the sampled tokens, one per token id."""
+    """One sampled completion. Log-probabilities are those of the sampled tokens, one per token id.
+
+    Completions of endpoints that return text have neither token ids nor log-probabilities.
+    """
 
     token_ids: list[int]
     engine_logprobs: list[float]  # at the sampling temperature, before top-k/top-p/min-p truncation
@@ -194,6 +197,18 @@ class Completion:
     entropy: float | None = None  # of the distribution that `engine_logprobs` belong to
     handle: int | None = None  # for continuing the sequence in the engine, if requested
     version_spans: tuple[tuple[int, int], ...] = ()  # (version, number of tokens), if weights changed during sampling
+    text: str | None = None  # of an endpoint that returns text
+    text_tokens: int = 0  # of this text, as the endpoint counts them
+
+    @property
+    def length(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.token_ids) if self.text is None else self.text_tokens
+
+    @property
+    def appended(self) -> list[Any]:
+        """What follows the context in a sequence: token ids, or a text (see `assay.text.messages`)."""
+        return self.token_ids if self.text is None else [self.text]
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -268,7 +283,7 @@ class Rollout:
     @property
     def length(self) -> int:
         """Number of tokens sampled by the policy."""
-        return sum(len(turn.completion.token_ids) for turn in self.turns)
+        return sum(turn.completion.length for turn in self.turns)
 
     @property
     def trained(self) -> int:

@@ -81,6 +81,9 @@ def test_a_failed_request_is_a_status(problems: Path, capsys: pytest.CaptureFixt
     with stub_endpoint(solves, key=SECRET) as server:
         (result,) = evaluate(server, problems, "--reward.extract", "hash", "--answers", str(answers))
     assert result["statuses"] == {"error": 1, "ok": 6}
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert rows[0]["completion"] == "The sum is #### 1" and rows[0]["length"] == 6
+    assert not any(isinstance(value, list) for row in rows for value in row.values())  # text, no tokens
     assert "warning: right: 1 of 7 answers failed and count as not correct" in capsys.readouterr().out
     assert json.loads(answers.read_text().splitlines()[-1])["status"] == "error"
 
@@ -230,5 +233,6 @@ def test_episodes_with_several_turns(tmp_path: Path) -> None:
     with stub_endpoint(guess) as server:
         code = main(["eval", "m", *words, "--engine", "openai", "--openai.url", server.url, "--json", str(out)])
     assert code == 0 and not server.problems
-    assert json.loads(out.read_text())[0]["accuracy"] == 1.0
+    (result,) = json.loads(out.read_text())
+    assert result["accuracy"] == 1.0 and result["mean_length"] >= 1
     assert max(len(body["messages"]) for body in server.requests) > 3

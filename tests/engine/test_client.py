@@ -20,7 +20,7 @@ from native_parts import MODES, SPECS, Mode, assert_same_groups, engine_for, mix
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine, run_sync
 from assay.engine.base import Failed, Finished, RequestError, TokenChunk
-from assay.engine.client import ClientThread, EngineClient
+from assay.engine.client import ClientThread, EngineClient, LocalClient
 from assay.models.decoder import Decoder
 from assay.models.fallback import HFModel
 from assay.types import Completion
@@ -79,7 +79,7 @@ def test_concurrent_consumers_of_the_hf_engine() -> None:
     hf: Any = transformers_model(SPECS["qwen3"], model())
     engine = make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
     request = Request([1, 2, 3], SamplingParams(max_new_tokens=5), seed=0)
-    client = EngineClient(engine)
+    client = LocalClient(engine)
 
     async def both() -> list[Any]:
         return await asyncio.gather(sampled(client, [request]), sampled(client, [request]))
@@ -89,7 +89,7 @@ def test_concurrent_consumers_of_the_hf_engine() -> None:
 
 
 def test_chunks_of_a_streaming_request_are_the_tokens_of_its_samples(engine: NativeEngine) -> None:
-    client, chunks = EngineClient(engine), dict[int, list[int]]()
+    client, chunks = LocalClient(engine), dict[int, list[int]]()
 
     def receive(chunk: TokenChunk) -> None:
         chunks.setdefault(chunk.sample, []).extend(chunk.token_ids)
@@ -104,7 +104,7 @@ def test_chunks_of_a_streaming_request_are_the_tokens_of_its_samples(engine: Nat
 
 
 def test_cancelling_futures_aborts_samples_and_requests(engine: NativeEngine) -> None:
-    client = EngineClient(engine)
+    client = LocalClient(engine)
 
     async def cancel_some() -> list[Completion]:
         first, second = (client.submit(Request([1, 2, seed], replace(LONG, n=2), seed, keep=True)) for seed in range(2))
@@ -121,7 +121,7 @@ def test_cancelling_futures_aborts_samples_and_requests(engine: NativeEngine) ->
 
 
 def test_kept_sequences_are_released_when_the_work_ends(engine: NativeEngine) -> None:
-    client = EngineClient(engine)
+    client = LocalClient(engine)
 
     async def keep() -> None:
         (first,) = client.submit(Request([4, 5, 6], SamplingParams(max_new_tokens=5), seed=1, keep=True))
@@ -143,7 +143,7 @@ def test_generate_leaves_kept_sequences_to_its_caller(engine: NativeEngine) -> N
 
 
 def test_a_failed_request_does_not_affect_others(engine: NativeEngine) -> None:
-    client = EngineClient(engine)
+    client = LocalClient(engine)
 
     async def mixed() -> list[Any]:
         odd = client.submit(Request([99], LONG, seed=0, name="odd"))
@@ -158,7 +158,7 @@ def test_a_failed_request_does_not_affect_others(engine: NativeEngine) -> None:
 def test_an_exception_of_the_engine_reaches_all_requests_and_later_ones_are_served(
     engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, client = generate(engine, requests_of(1)), EngineClient(engine)
+    expected, client = generate(engine, requests_of(1)), LocalClient(engine)
 
     async def fail_once() -> tuple[list[Any], list[list[Completion]]]:
         with monkeypatch.context() as patch:
@@ -184,7 +184,7 @@ def test_ctrl_c_in_a_step_ends_the_work_and_leaves_nothing(
             raise KeyboardInterrupt
         decode(*args)
 
-    client = EngineClient(engine)
+    client = LocalClient(engine)
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -195,7 +195,7 @@ def test_ctrl_c_in_a_step_ends_the_work_and_leaves_nothing(
 
 def test_a_strict_driver_waits_for_tasks_that_may_submit_requests(engine: NativeEngine) -> None:
     """Of two tasks, one does something slow between two requests: the next step serves both second requests."""
-    client, steps = EngineClient(engine), list[int]()
+    client, steps = LocalClient(engine), list[int]()
     step = engine.step
 
     def counted(wait: bool = True) -> list[Any]:
@@ -276,7 +276,7 @@ def run_with_thread(engine: NativeEngine, work: Callable[[EngineClient], Corouti
     """The result of a coroutine, while another thread steps the engine."""
 
     async def run() -> Any:
-        client = EngineClient(engine, strict=False)
+        client = LocalClient(engine, strict=False)
         with client.driven_in_thread():
             return await work(client)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hf_scores import hf_scores
 from small_run import SmallRuns
+from stepped import Stepped
 
 from assay.engine.base import Finished, Request, SamplingParams
 from assay.engine.client import generate
@@ -184,7 +185,8 @@ def test_an_update_interrupts_running_requests_which_are_continued(
 ) -> None:
     engine.update_weights(policy, 40)
     prompt = tokenizer.encode(TEXT)
-    engine.add(Request(prompt, SamplingParams(n=8, max_new_tokens=240 - len(prompt)), 0))
+    running = Stepped(engine)
+    running.add(Request(prompt, SamplingParams(n=8, max_new_tokens=240 - len(prompt)), 0))
     time.sleep(0.15)
     with torch.no_grad():
         for weight in policy.parameters():
@@ -192,7 +194,7 @@ def test_an_update_interrupts_running_requests_which_are_continued(
     engine.update_weights(policy, 41)
     completions = []
     while len(completions) < 8:
-        completions += [event.completion for event in engine.step() if isinstance(event, Finished)]
+        completions += [event.completion for event in running.step() if isinstance(event, Finished)]
     print("version spans:", [one.versions for one in completions])
     assert all(len(one.token_ids) == 240 - len(prompt) for one in completions)
     for one in completions:
@@ -205,9 +207,10 @@ def test_an_update_interrupts_running_requests_which_are_continued(
 def test_aborted_requests_leave_the_server(engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
     engine.update_weights(policy, 50)
     prompt = tokenizer.encode(TEXT)
-    request = engine.add(Request(prompt, SamplingParams(n=8, max_new_tokens=240 - len(prompt)), 0))
+    running = Stepped(engine)
+    request = running.add(Request(prompt, SamplingParams(n=8, max_new_tokens=240 - len(prompt)), 0))
     time.sleep(0.1)
-    engine.abort([request])
+    running.abort([request])
     engine.reset_prefix_cache()  # an error if requests are running
     assert generate(engine, [Request(prompt, SamplingParams(max_new_tokens=4), 0)])
 

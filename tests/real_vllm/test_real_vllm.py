@@ -14,6 +14,7 @@ import torch
 from broken_sync import KINDS, break_sync
 from hf_scores import hf_scores
 from small_run import SmallRuns
+from stepped import Stepped
 from sync_parts import LR, Learning
 
 from assay.config import ReferenceServerConfig
@@ -51,7 +52,7 @@ def scores(policy: Decoder, ids: list[int]) -> torch.Tensor:
 @pytest.mark.skipif(CUDA, reason="tokens are compared exactly, which needs float32")
 def test_the_engine_satisfies_the_interface(engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
     engine.update_weights(policy, 1)
-    problems = check_engine(engine, tokenizer.encode(TEXT), policy, tokenizer.decode, hottest=2.0)
+    problems = check_engine(Stepped(engine), tokenizer.encode(TEXT), policy, tokenizer.decode, hottest=2.0)
     assert problems == []
 
 

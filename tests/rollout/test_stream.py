@@ -104,7 +104,7 @@ def test_dropped_groups_are_not_returned_and_can_be_started_again(parts: Parts) 
 
 def test_groups_can_be_dropped_at_any_time(parts: Parts) -> None:
     """Groups are dropped at different moments of their sampling: every other one is returned, and nothing is left."""
-    engine: Any = parts.thread.engine
+    engine: Any = parts.collector.engine
     for round_ in range(5):
         own = [replace(ticket) for ticket in parts.tickets()]
         parts.stream.start(own)

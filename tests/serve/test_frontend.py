@@ -16,9 +16,9 @@ import pytest
 import torch
 from serve_parts import byte_tokenizer, command, metric_of, renderer, save_folder, tiny_model, until
 
-from assay.engine import EngineClient, NativeEngine, Request, SamplingParams, generate, make_engine
+from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.base import RequestError
-from assay.engine.client import cancelled
+from assay.engine.client import EngineClient, LocalClient, cancelled
 from assay.listen import bind
 from assay.process.loop_pipe import LoopPipe
 from assay.serve.control import EngineControl
@@ -41,12 +41,12 @@ def pipe_pair() -> Iterator[tuple[LoopPipe, LoopPipe]]:
 
 async def through_pipes(engine: NativeEngine, work: Callable[[EngineClient, PipeEngine], Awaitable[None]]) -> None:
     """Run `work` with a client on the other side of a pipe."""
-    inner = EngineClient(engine, strict=False)
+    inner = LocalClient(engine, strict=False)
     with inner.driven_in_thread(), pipe_pair() as (near, far):
         await near.open()
         await far.open()
         server, remote = PipeServer(inner, EngineControl(engine), near), PipeEngine(far, engine.info)
-        outer = EngineClient(remote, strict=False)
+        outer = LocalClient(remote, strict=False)
         tasks = [asyncio.ensure_future(one) for one in (server.run(nothing), remote.run(outer, nothing))]
         await asyncio.wait_for(work(outer, remote), timeout=60)
         assert not server._futures

@@ -10,7 +10,15 @@ import pytest
 import torch
 from serve_parts import tiny_model
 
-from assay.engine import EngineClient, NativeEngine, Request, SamplingParams, TokenChunk, generate, make_engine
+from assay.engine import (
+    NativeEngine,
+    Request,
+    SamplingParams,
+    TokenChunk,
+    generate,
+    make_engine,
+)
+from assay.engine.client import EngineClient, LocalClient
 from assay.serve.protocol import ApiError
 from assay.serve.running import RequestBatches, RunningSamples, until_disconnect
 from assay.types import Completion
@@ -27,7 +35,7 @@ def engine() -> NativeEngine:
 
 def run_with(engine: NativeEngine, work: Callable[[EngineClient], Awaitable[None]]) -> None:
     async def run() -> None:
-        client = EngineClient(engine, strict=False)
+        client = LocalClient(engine, strict=False)
         with client.driven_in_thread():
             await asyncio.wait_for(work(client), timeout=60)
 

@@ -14,6 +14,7 @@ import torch
 from broken_sync import break_sync
 from hub_server import hub
 from serve_parts import byte_tokenizer, command, renderer, save_folder, tiny_model
+from stepped import Stepped
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from assay.config import ServerConfig
@@ -94,7 +95,7 @@ def test_a_trainer_uses_the_server(url: str, neox: Path) -> None:
     assert isinstance(engine, AssayEngine)
     try:
         assert not engine.info.capabilities.inflight_updates and engine.info.capabilities.fingerprint
-        assert check_engine(engine, IDS, policy, renderer().decode) == []
+        assert check_engine(Stepped(engine), IDS, policy, renderer().decode) == []
         with torch.no_grad():
             for weight in policy.parameters():
                 weight.mul_(1.1)

@@ -90,11 +90,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(
     ("name", "method", "call", "source"),
     [
-        ("step-2", "_payload", EVALUATED + PROMPTS + 2, "on_policy"),
-        ("asynchronous", "_payload", EVALUATED + PROMPTS + 2, "async"),
+        ("step-2", "_sample", EVALUATED + PROMPTS + 2, "on_policy"),
+        ("asynchronous", "_sample", EVALUATED + PROMPTS + 2, "async"),
         ("weights-2", "_publish", 3, "on_policy"),
-        pytest.param("eval-1", "_payload", 2, "on_policy", marks=pytest.mark.slow),
-        pytest.param("eval-2", "_payload", EVALUATED + STEPS * PROMPTS + 2, "on_policy", marks=pytest.mark.slow),
+        pytest.param("eval-1", "_sample", 2, "on_policy", marks=pytest.mark.slow),
+        pytest.param("eval-2", "_sample", EVALUATED + STEPS * PROMPTS + 2, "on_policy", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_whose_only_server_is_restarted_equals_one_without_a_failure(
@@ -109,7 +109,7 @@ def test_a_run_whose_only_server_is_restarted_equals_one_without_a_failure(
 
 def test_an_asynchronous_run_trains_every_group_once(small: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     with gateway() as server:
-        restart_at(monkeypatch, server, "_payload", EVALUATED + 2 * PROMPTS + 1)
+        restart_at(monkeypatch, server, "_sample", EVALUATED + 2 * PROMPTS + 1)
         assert small.train_with(server, "stale", "--source", "async", "--source.max_staleness", 2) == 0
         assert server.target == server.restarted  # type: ignore[attr-defined]
     groups = [group for step in range(1, STEPS + 1) for group in read_rollouts(small.runs / "stale", step)]
@@ -121,7 +121,7 @@ def test_a_run_whose_server_stays_away_is_saved_and_can_be_resumed(
 ) -> None:
     with gateway() as server:
         with monkeypatch.context() as patch:
-            inject(patch, AssayEngine, "_payload", EVALUATED + PROMPTS + 2, lambda: fail(server))
+            inject(patch, AssayEngine, "_sample", EVALUATED + PROMPTS + 2, lambda: fail(server))
             assert small.train_with(server, "saved", "--server.recover_s", 0.3) == 2
         said = capsys.readouterr().err
         assert "is not reachable" in said and "assay train --resume" in said and said.count("\n") == 1
@@ -134,6 +134,6 @@ def test_a_run_whose_server_stays_away_is_saved_and_can_be_resumed(
 
 def test_without_time_to_recover_a_failure_ends_the_run_at_once(small: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     with gateway() as server:
-        inject(monkeypatch, AssayEngine, "_payload", EVALUATED + PROMPTS + 2, lambda: fail(server))
+        inject(monkeypatch, AssayEngine, "_sample", EVALUATED + PROMPTS + 2, lambda: fail(server))
         assert small.train_with(server, "ended", "--server.recover_s", 0) == 2
     assert checkpoints.last(small.runs / "ended") == 0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def build(
     model = work.float32_model(device, work.seed, progress)
     work.check_length(model)
     engine = make_engine("auto", model, device=device, dtype=dtype, max_batch=work.batch, max_length=work.max_length)
-    return model, engine, device, dtype
+    return model, cast(Engine, engine), device, dtype
 
 
 def settings_of(work: Workload, options: Options) -> dict[str, Any]:

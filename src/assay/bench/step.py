@@ -24,7 +24,7 @@ from assay.bench.engine import device_settings, dtype_name, free_memory, now, ro
 from assay.bench.results import summarize
 from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings, updater_fields
 from assay.config import TrainConfig
-from assay.engine import Engine
+from assay.engine import BaseEngine
 from assay.mesh import Mesh
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
@@ -99,7 +99,7 @@ class StepBenchmark:
         return self.source.collector
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> BaseEngine:
         return self.collector.engine
 
     @property

@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from assay.engine.base import Engine, Request, SamplingParams
-from assay.engine.client import EngineClient, run_sync
+from assay.engine.base import BaseEngine, Request, SamplingParams
+from assay.engine.client import EngineClient, connect, run_sync
 from assay.envs import Env
 from assay.envs.base import Info, Observation, Step, as_messages
 from assay.evals.stats import pass_at_k
@@ -75,7 +75,7 @@ class ChatModel:
 
     name: str
     renderer: Renderer
-    engine: Engine
+    engine: BaseEngine
     played: Played = field(default_factory=lambda: Played(SingleReply()))
     history: list[Message] = field(default_factory=list)
 
@@ -217,7 +217,7 @@ def generate_replies(streams: Sequence[ReplyStream], on_text: Callable[[int, int
     async def play_all() -> None:
         await asyncio.gather(*(stream.play(client) for stream, client in zip(streams, clients, strict=True)))
 
-    clients = [EngineClient(stream.model.engine, after_step=check) for stream in streams]
+    clients = [connect(stream.model.engine, after_step=check) for stream in streams]
     for index, stream in enumerate(streams):
         stream.on_text = partial(on_text, index)
     with deferred_interrupt() as interrupts, suppress(KeyboardInterrupt):

@@ -8,13 +8,16 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from assay.cli.eval import add_trust, inherited_settings
 from assay.config import ServeConfig
 from assay.config.settings import load_settings, parse_overrides
 from assay.runs.console import Console, count
 from assay.types import UserError, missing_extra, plural
+
+if TYPE_CHECKING:
+    from assay.engine import Engine
 
 HELP = """Serve a model over HTTP, with the interface of the OpenAI API.
 
@@ -76,7 +79,11 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) ->
     if cfg.http.frontends < 0:
         cfg.http.frontends = default_frontends(str(engine.info.device))
     name = cfg.http.name or model
-    serve(engine, Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note), listener)
+    serve(
+        cast("Engine", engine),
+        Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note),
+        listener,
+    )
 
 
 def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from assay.engine.base import (
+    BaseEngine,
     Capabilities,
     Engine,
     EngineInfo,
@@ -21,7 +22,7 @@ from assay.engine.base import (
     TokenChunk,
     WeightSource,
 )
-from assay.engine.client import EngineClient, generate, run_sync
+from assay.engine.client import EngineClient, connect, generate, run_sync
 from assay.engine.hf import HFEngine
 from assay.engine.native.engine import NativeEngine
 from assay.models.base import PolicyModel
@@ -30,6 +31,7 @@ from assay.types import UserError, unknown_name
 
 __all__ = [
     "ENGINES",
+    "BaseEngine",
     "Capabilities",
     "Engine",
     "EngineClient",
@@ -45,46 +47,47 @@ __all__ = [
     "SamplingParams",
     "TokenChunk",
     "WeightSource",
+    "connect",
     "generate",
     "make_engine",
     "run_sync",
 ]
 
 
-Backend = Callable[..., Engine]  # called with a model and the fields of `EngineOptions` as keyword arguments
+Backend = Callable[..., BaseEngine]  # called with a model and the fields of `EngineOptions` as keyword arguments
 
 
-def make_native(model: PolicyModel, **options: Any) -> Engine:
+def make_native(model: PolicyModel, **options: Any) -> BaseEngine:
     if not isinstance(model, Decoder):
         raise UserError("the native engine does not implement this model's family: use engine 'hf' for this model")
     return NativeEngine(model.spec, **options)
 
 
-def make_hf(model: PolicyModel, **options: Any) -> Engine:
+def make_hf(model: PolicyModel, **options: Any) -> BaseEngine:
     if isinstance(model, Decoder):
         raise UserError("the hf engine serves models loaded through transformers: use engine 'native' for this model")
     return HFEngine(model, **options)
 
 
-def make_assay(model: PolicyModel, **options: Any) -> Engine:
+def make_assay(model: PolicyModel, **options: Any) -> BaseEngine:
     from assay.engine.remote.assay.engine import AssayEngine
 
     return AssayEngine(model, **options)
 
 
-def make_vllm(model: PolicyModel, **options: Any) -> Engine:
+def make_vllm(model: PolicyModel, **options: Any) -> BaseEngine:
     from assay.engine.remote.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, **options)
 
 
-def make_sglang(model: PolicyModel, **options: Any) -> Engine:
+def make_sglang(model: PolicyModel, **options: Any) -> BaseEngine:
     from assay.engine.remote.sglang.engine import SGLangEngine
 
     return SGLangEngine(model, **options)
 
 
-def make_openai(model: PolicyModel, **options: Any) -> Engine:
+def make_openai(model: PolicyModel, **options: Any) -> BaseEngine:
     from assay.engine.remote.openai import NO_WEIGHTS
 
     raise UserError(NO_WEIGHTS)
@@ -93,7 +96,7 @@ def make_openai(model: PolicyModel, **options: Any) -> Engine:
 def without_group(make: Backend, name: str = "a custom engine") -> Backend:
     """Wrap a backend that serves a whole model on one device."""
 
-    def build(model: PolicyModel, *, group: dist.ProcessGroup | None, **options: Any) -> Engine:
+    def build(model: PolicyModel, *, group: dist.ProcessGroup | None, **options: Any) -> BaseEngine:
         if group is not None and group.size() > 1:
             raise UserError(f"{name} cannot be split over devices: set parallel.tp to 1")
         return make(model, **options)
@@ -113,7 +116,7 @@ ENGINES: dict[str, Backend] = {
 
 def make_engine(
     backend: str | Backend, model: PolicyModel, settings: Mapping[str, Any] | None = None, **options: Any
-) -> Engine:
+) -> BaseEngine:
     """Build an engine with its own copy of the model's weights, as version 0.
 
     `backend`: a key of `ENGINES`, "auto" to choose by the kind of model, or a function that gets the model and all

@@ -207,34 +207,15 @@ def copy_weights(
         raise UserError(f"weight '{min(missing)}' was not given to the engine ({len(missing)} missing in all)")
 
 
-class Engine(Protocol):
-    """Base class of engines. A backend need not implement the methods that have a default.
+class BaseEngine(Protocol):
+    """What all engines have: those of this process (`Engine`), and servers (`assay.engine.client.ServerEngine`).
 
-    One thread calls `step`. Other methods may be called from any thread and take effect between two steps.
+    Requests go through a client (`assay.engine.client.connect`). These methods may be called from any thread.
     """
 
     info: EngineInfo
     recover_s: float = 0.0  # how long training waits for a server after all have failed
     on_tokens: Callable[[int], None] | None = None  # called between two iterations of `step`; see `SampleCounter`
-
-    @abstractmethod
-    def add(self, request: Request) -> int:
-        """Queue a request and return its id, without waiting. An invalid request yields a `Failed` event."""
-
-    @abstractmethod
-    def step(self, wait: bool = True) -> list[Event]:
-        """Advance all requests and return new events.
-
-        With `wait`, return as soon as there is an event; the list is empty only if there is no unfinished request.
-        Without, return after one iteration, with or without events.
-        """
-
-    @abstractmethod
-    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
-        """Drop requests, or single samples given as (request id, sample). No event follows for them.
-
-        Ids of finished or unknown requests are ignored.
-        """
 
     @abstractmethod
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -247,10 +228,6 @@ class Engine(Protocol):
     @abstractmethod
     def close(self) -> None:
         """Release all resources. The engine cannot be used afterwards."""
-
-    def release(self, handles: Iterable[int]) -> None:
-        """Free kept sequences that will not be continued. Unknown handles are ignored."""
-        return
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """For each sequence, the log-probability of every token but the first, given the tokens before it."""
@@ -301,6 +278,36 @@ class Engine(Protocol):
         return {}
 
 
+class Engine(BaseEngine, Protocol):
+    """Base class of engines in this process. A backend need not implement the methods that have a default.
+
+    One thread calls `step`. Other methods may be called from any thread and take effect between two steps.
+    """
+
+    @abstractmethod
+    def add(self, request: Request) -> int:
+        """Queue a request and return its id, without waiting. An invalid request yields a `Failed` event."""
+
+    @abstractmethod
+    def step(self, wait: bool = True) -> list[Event]:
+        """Advance all requests and return new events.
+
+        With `wait`, return as soon as there is an event; the list is empty only if there is no unfinished request.
+        Without, return after one iteration, with or without events.
+        """
+
+    @abstractmethod
+    def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
+        """Drop requests, or single samples given as (request id, sample). No event follows for them.
+
+        Ids of finished or unknown requests are ignored.
+        """
+
+    def release(self, handles: Iterable[int]) -> None:
+        """Free kept sequences that will not be continued. Unknown handles are ignored."""
+        return
+
+
 class RequestError(UserError):
     """Some requests of a call to `generate` failed; all others were served."""
 
@@ -327,7 +334,7 @@ class SampleCounter:
         self._first: int | None = None  # tokens that the engine had sampled before
 
     @contextmanager
-    def watching(self, engine: Engine) -> Iterator[None]:
+    def watching(self, engine: BaseEngine) -> Iterator[None]:
         """Receive the token counts of `engine` until the block ends."""
         if self.report is not None:
             engine.on_tokens = self._on_tokens
@@ -340,7 +347,7 @@ class SampleCounter:
     def add(self, completion: Completion, finished: int = 1) -> None:
         """Count a completion; `finished`: 0 for a turn that does not end its sample."""
         self.finished += finished
-        self._finished_tokens += len(completion.token_ids)
+        self._finished_tokens += completion.length
         self.tokens = max(self.tokens, self._finished_tokens)
 
     def add_future(self, future: Future[Completion]) -> None:

@@ -1,39 +1,45 @@
-"""The engine as coroutines see it: submit requests, await their completions.
+"""Engines as coroutines see them: submit requests, await their completions.
 
     async def sample(client: EngineClient) -> list[Completion]:
         return await asyncio.gather(*client.submit(request))
 
     completions = run_sync(sample(client), client)
 
-A client belongs to one event loop, whose thread also steps the engine (`EngineClient.drive`). Kinds of drivers:
+`EngineClient` is the interface to all engines, and `connect` makes a client of an engine. A client belongs to one event
+loop. There are two kinds:
 
-- Strict: before each step of the engine, the driver waits until every task that `spawn` has started waits for the
-  engine or has ended. Results are applied in the order of requests and samples. What the engine computes together, and
-  with it the last bits of the results, then does not depend on the clock, and ranks that serve one model together make
-  the same calls.
-- Otherwise the engine continues while tasks wait for something else, such as a slow environment.
-- `EngineClient.driven_in_thread`: another thread steps the engine, so that the event loop never waits for a step. The
-  HTTP server works this way.
+- A `LocalClient` steps an engine of this process, in the thread of its event loop (`drive`). It is strict by default:
+  before each step, it waits until every task that `spawn` has started waits for the engine or has ended. Results are
+  applied in the order of requests and samples. What the engine computes together, and with it the last bits of the
+  results, then does not depend on the clock, and ranks that serve one model together make the same calls. A client that
+  is not strict steps the engine while tasks wait for something else, such as a slow environment. With
+  `driven_in_thread`, another thread steps the engine, so that the event loop never waits for a step: in `assay serve`.
+- A `ServerClient` passes requests to the event loop of a `ServerEngine`, where a task per HTTP request resolves the
+  futures. Requests that are submitted in the same iteration of the loop are passed together.
 
-`run_sync` runs a coroutine in the thread of the caller. A `ClientThread` has its own thread, so that the engine works
-while the caller does something else: in asynchronous training.
+`run_sync` runs a coroutine in the thread of the caller. A `ClientThread` works in another thread, so that the engine
+samples while the caller does something else: in asynchronous training.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any, TypeVar, cast
 
 from assay.endpoint import LoopThread
 from assay.engine.base import (
+    BaseEngine,
     CountReport,
     Engine,
     EngineInfo,
+    EngineLoad,
     Event,
     Failed,
     Finished,
@@ -44,7 +50,8 @@ from assay.engine.base import (
     gc_paused,
 )
 from assay.engine.outputs import handles_of
-from assay.types import Completion, describe_error
+from assay.engine.sequence import display_name
+from assay.types import Completion, UserError, describe_error
 
 T = TypeVar("T")
 ANOTHER_CONSUMER = "another consumer's event: share an engine through one EngineClient"
@@ -52,29 +59,110 @@ CLEAN_UP_S = 10.0  # time limit of the tasks that are cancelled when `run_sync` 
 ReceiveChunk = Callable[[TokenChunk], None]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Submitted:
     """A request, the futures of its samples, and the numbers of their tokens as far as the engine streams them."""
 
     request: Request
     futures: list[asyncio.Future[Completion]]
-    tokens: list[int]
     receive: ReceiveChunk | None
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = [0] * len(self.futures)
 
     @property
     def finished(self) -> bool:
         return all(future.done() for future in self.futures)
 
+    def add_chunk(self, chunk: TokenChunk) -> None:
+        self.tokens[chunk.sample] += len(chunk.token_ids)
+        if self.receive is not None:
+            self.receive(chunk)
 
-class EngineClient:
-    """Submits requests to an engine, of which it is the only consumer. See the description of this module."""
+
+class EngineClient(ABC):
+    """Submits requests to an engine. See the description of this module."""
+
+    leads = True  # whether this rank submits requests; otherwise another rank of its tensor-parallel group does
+    strict = False  # see the description of this module
+
+    def __init__(self, after_step: Callable[[], None] = lambda: None) -> None:
+        """`after_step`: called whenever there may be new tokens or completions."""
+        self.after_step = after_step
+        self._submitted: dict[int, Submitted] = {}  # unfinished requests, by id
+
+    @property
+    @abstractmethod
+    def info(self) -> EngineInfo: ...
+
+    @abstractmethod
+    def submit(self, request: Request, receive: ReceiveChunk | None = None) -> list[asyncio.Future[Completion]]:
+        """Add a request; one future per sample. Cancelling a future aborts its sample.
+
+        A request that fails raises a `RequestError`. `receive`: gets new tokens, if the request streams.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Abort all requests and release all kept sequences."""
+
+    def sampled_tokens(self, futures: Iterable[asyncio.Future[Completion]]) -> list[int]:
+        """Numbers of tokens of unfinished samples so far, without those of which none is known."""
+        wanted = set(futures)
+        pairs = (pair for one in self._submitted.values() for pair in zip(one.futures, one.tokens, strict=True))
+        return [tokens for future, tokens in pairs if tokens and future in wanted and not future.done()]
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which the rank of a group that `leads` calls for all."""
+        return work()
+
+    def release(self, handles: Iterable[int | None]) -> None:
+        """Free kept sequences that will not be continued."""
+        return
+
+    def disown(self) -> None:
+        """Leave the kept sequences to the caller, who releases them."""
+        return
+
+    @contextmanager
+    def showing(self, counter: SampleCounter) -> Iterator[None]:
+        """Show the counts after each step, until the block ends."""
+        before, self.after_step = self.after_step, counter.show
+        try:
+            yield
+        finally:
+            self.after_step = before
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that may submit requests, and awaits their completions with `wait`."""
+        return asyncio.ensure_future(work)
+
+    async def wait(self, future: asyncio.Future[Completion]) -> Completion:
+        """Await a completion, in a task that `spawn` has started."""
+        return await future
+
+    def hold(self) -> None:
+        """Keep a strict client from stepping its engine, until `unhold` is called as often."""
+        return
+
+    def unhold(self) -> None:
+        return
+
+    async def drive(self) -> None:
+        """Step the engine whenever there is work, until this is cancelled. Servers work by themselves."""
+        await asyncio.get_running_loop().create_future()
+
+
+class LocalClient(EngineClient):
+    """The only consumer of an engine in this process, which it steps."""
 
     def __init__(
         self, engine: Engine, strict: bool = True, polls: bool = False, after_step: Callable[[], None] = lambda: None
     ) -> None:
         """`polls`: take one iteration of the engine at a time, since other threads may submit or cancel requests."""
-        self.engine, self.strict, self.polls, self.after_step = engine, strict, polls, after_step
-        self._submitted: dict[int, Submitted] = {}  # unfinished requests, by id
+        super().__init__(after_step)
+        self.engine, self.strict, self.polls = engine, strict, polls
         self._kept: set[int] = set()  # handles of kept sequences
         self._cancelled: set[int] = set()  # ids of requests that were cancelled since the last step
         self._awaited: set[asyncio.Future[Completion]] = set()  # by tasks that `spawn` has started
@@ -86,45 +174,22 @@ class EngineClient:
         return self.engine.info
 
     def submit(self, request: Request, receive: ReceiveChunk | None = None) -> list[asyncio.Future[Completion]]:
-        """Add a request; one future per sample. Cancelling a future aborts its sample.
-
-        A request that fails raises a `RequestError`. `receive`: gets new tokens, if the request streams.
-        """
-        loop, request_id = asyncio.get_running_loop(), self.engine.add(request)
-        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(max(request.params.n, 1))]
-        self._submitted[request_id] = Submitted(request, list(futures), [0] * len(futures), receive)
+        futures, request_id = new_futures(request), self.engine.add(request)
+        self._submitted[request_id] = Submitted(request, list(futures), receive)
         for sample, future in enumerate(futures):
             future.add_done_callback(partial(self._abort_cancelled, request_id, sample))
         self._wake()
         return futures
 
-    def sampled_tokens(self, futures: Iterable[asyncio.Future[Completion]]) -> list[int]:
-        """Numbers of tokens of unfinished samples so far, without those of which none is known."""
-        wanted = set(futures)
-        pairs = (pair for one in self._submitted.values() for pair in zip(one.futures, one.tokens, strict=True))
-        return [tokens for future, tokens in pairs if tokens and future in wanted and not future.done()]
-
     def release(self, handles: Iterable[int | None]) -> None:
-        """Free kept sequences that will not be continued."""
         if own := self._kept.intersection(handles):
             self._kept -= own
             self.engine.release(sorted(own))
 
-    @contextmanager
-    def showing(self, counter: SampleCounter) -> Iterator[None]:
-        """Show the counts after each step, until the block ends."""
-        before, self.after_step = self.after_step, counter.show
-        try:
-            yield
-        finally:
-            self.after_step = before
-
     def disown(self) -> None:
-        """Leave the kept sequences to the caller, who releases them."""
         self._kept.clear()
 
     def close(self) -> None:
-        """Abort all requests and release all kept sequences."""
         if self._submitted:
             self.engine.abort(list(self._submitted))
         self.release(list(self._kept))
@@ -136,14 +201,12 @@ class EngineClient:
     # -- tasks that a strict driver waits for
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that may submit requests, and awaits their completions with `wait`."""
         self.hold()
         task = asyncio.ensure_future(work)
         task.add_done_callback(lambda _: self.unhold())
         return task
 
     async def wait(self, future: asyncio.Future[Completion]) -> Completion:
-        """Await a completion, in a task that `spawn` has started."""
         if future.done():
             return future.result()
         self._awaited.add(future)
@@ -156,7 +219,6 @@ class EngineClient:
                 self.hold()
 
     def hold(self) -> None:
-        """Keep a strict driver from stepping the engine, until `unhold` is called as often."""
         self._busy += 1
 
     def unhold(self) -> None:
@@ -166,7 +228,6 @@ class EngineClient:
     # -- the driver
 
     async def drive(self) -> None:
-        """Step the engine whenever there is work, until this is cancelled."""
         changed = asyncio.Event()
         self._wake = changed.set
         while True:
@@ -237,9 +298,7 @@ class EngineClient:
             elif isinstance(event, Failed):
                 self._fail(event.request_id, RequestError({event.request_id: event.error}))
             else:
-                submitted.tokens[event.sample] += len(event.token_ids)
-                if submitted.receive is not None:
-                    submitted.receive(event)
+                submitted.add_chunk(event)
         self._cancelled.clear()
         for event in sorted(finished, key=lambda event: (event.request_id, event.sample)):
             self._finish(event)
@@ -295,6 +354,187 @@ class EngineClient:
             del self._submitted[request_id]
             self.release([submitted.request.continues])
         self._wake()  # a thread may have missed the command during its last step
+
+
+class SentRequest(Submitted):
+    """A request that a `ServerClient` has sent. The event loop of the engine calls its methods."""
+
+    def __init__(
+        self, client: ServerClient, request_id: int, request: Request, receive: ReceiveChunk | None = None
+    ) -> None:
+        super().__init__(request, new_futures(request), receive)
+        self.client, self.id = client, request_id
+        self.loop = asyncio.get_running_loop()  # of the client
+        self.tasks: dict[int, asyncio.Task[None]] = {}  # of the engine's event loop, by sample
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [sample for sample, future in enumerate(self.futures) if not future.done()]
+
+    def start(self, samples: Iterable[int], work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Start a task that serves these samples. Its error is that of the request."""
+        task = asyncio.ensure_future(self._serve(work))
+        self.tasks |= dict.fromkeys(samples, task)
+        return task
+
+    def put(self, chunk: TokenChunk) -> None:
+        """Pass new tokens of a sample to the client."""
+        self._call(self._put, chunk)
+
+    def finish(self, sample: int, completion: Completion, streamed: bool = False) -> None:
+        """Pass a completion to the client. `streamed`: its tokens were put before."""
+        if self.request.stream and not streamed:
+            self.put(TokenChunk(self.id, sample, list(completion.token_ids), list(completion.engine_logprobs)))
+        self._call(self._finish, sample, completion)
+
+    def fail(self, error: Exception) -> None:
+        self._call(self._fail, error)
+
+    def cancel_unneeded(self) -> None:
+        """Cancel the HTTP requests of which no sample is needed any more, which closes their connections."""
+        needed = {self.tasks[sample] for sample in self.unfinished if sample in self.tasks}
+        for task in set(self.tasks.values()) - needed:
+            task.cancel()
+
+    def cancel(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+
+    async def _serve(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except UserError as error:
+            self.fail(RequestError({self.id: f"{display_name(self.request, self.id)}: {error}"}))
+        except Exception as error:  # a bug
+            self.fail(error)
+
+    def _call(self, work: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop of the client is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(work, *arguments)
+
+    # -- in the event loop of the client
+
+    def _put(self, chunk: TokenChunk) -> None:
+        if not self.futures[chunk.sample].done():
+            self._notify(partial(self.add_chunk, chunk))
+
+    def _finish(self, sample: int, completion: Completion) -> None:
+        if not self.futures[sample].done():
+            self._notify()
+        if not self.futures[sample].done():
+            self.futures[sample].set_result(completion)
+
+    def _notify(self, work: Callable[[], None] = lambda: None) -> None:
+        """Call functions of the client's user, whose errors are those of the request."""
+        try:
+            work()
+            self.client.after_step()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        for sample in self.unfinished:
+            self.futures[sample].set_exception(error)
+
+
+class ServerEngine(BaseEngine):
+    """An engine on servers. Its event loop, in a thread of its own, sends the requests."""
+
+    loop: LoopThread
+    leads = True  # see `EngineClient`
+    sent: set[SentRequest]  # unfinished requests of all clients
+
+    @abstractmethod
+    def serve(self, requests: Sequence[SentRequest]) -> None:
+        """Start tasks that serve these requests. Called in the thread of the event loop."""
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        """See `EngineClient`."""
+        return work()
+
+    def end_requests(self) -> None:
+        """Let all requests fail, since the engine is being closed."""
+        for request in list(self.sent):
+            request.fail(UserError("the engine was closed"))
+            self.loop.post(request.cancel)
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=sum(len(request.unfinished) for request in list(self.sent)), waiting=0)
+
+
+class ServerClient(EngineClient):
+    """Sends requests to the servers of an engine, which may have other clients."""
+
+    def __init__(self, engine: ServerEngine, after_step: Callable[[], None] = lambda: None) -> None:
+        super().__init__(after_step)
+        self.engine = engine
+        self.leads = engine.leads
+        self._ids = count()
+        self._unsent: list[SentRequest] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        return self.engine.from_leader(work)
+
+    def submit(self, request: Request, receive: ReceiveChunk | None = None) -> list[asyncio.Future[Completion]]:
+        sent = SentRequest(self, next(self._ids), request, receive)
+        self._submitted[sent.id] = sent
+        self.engine.sent.add(sent)
+        for future in sent.futures:
+            future.add_done_callback(partial(self._on_end, sent))
+        if not self._unsent:
+            sent.loop.call_soon(self._send)
+        self._unsent.append(sent)
+        return list(sent.futures)
+
+    def close(self) -> None:
+        for sent in [one for one in list(self.engine.sent) if one.client is self]:
+            for future in sent.futures:
+                future.cancel()
+            self._forget(sent)
+            self.engine.loop.post(sent.cancel_unneeded)
+
+    def _send(self) -> None:
+        unsent, self._unsent = [sent for sent in self._unsent if not sent.finished], []
+        if not self.engine.loop.running:
+            self.engine.end_requests()
+        self.engine.loop.post(partial(self._serve, unsent))
+
+    def _serve(self, requests: Sequence[SentRequest]) -> None:
+        """In the event loop of the engine."""
+        try:
+            self.engine.serve(requests)
+        except Exception as error:  # a bug: nobody may wait for ever
+            for sent in requests:
+                sent.fail(error)
+
+    def _on_end(self, sent: SentRequest, future: asyncio.Future[Completion]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            self.engine.loop.post(sent.cancel_unneeded)
+        if sent.finished:
+            self._forget(sent)
+
+    def _forget(self, sent: SentRequest) -> None:
+        self._submitted.pop(sent.id, None)
+        self.engine.sent.discard(sent)
+
+
+def new_futures(request: Request) -> list[asyncio.Future[Completion]]:
+    loop = asyncio.get_running_loop()
+    return [loop.create_future() for _ in range(max(request.params.n, 1))]
+
+
+def connect(
+    engine: BaseEngine, strict: bool = True, polls: bool = False, after_step: Callable[[], None] = lambda: None
+) -> EngineClient:
+    """A client of any engine. `strict` and `polls` are for engines in this process."""
+    if isinstance(engine, ServerEngine):
+        return ServerClient(engine, after_step)
+    return LocalClient(cast(Engine, engine), strict, polls, after_step)
 
 
 def run_sync(work: Coroutine[Any, Any, T], *clients: EngineClient) -> T:
@@ -364,12 +604,12 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class ClientThread:
-    """An engine with a client in a thread of its own, which steps it. Not strict: results depend on the clock."""
+    """A client in a thread of its own, or in that of servers. Not strict: results depend on the clock."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.loop = engine, LoopThread()
-        self.client = EngineClient(engine, strict=False, polls=True)
-        self._driver = self.loop.call(self._start())
+    def __init__(self, engine: BaseEngine) -> None:
+        self.client = connect(engine, strict=False, polls=True)
+        self.loop = engine.loop if isinstance(engine, ServerEngine) else LoopThread()
+        self._driver = None if isinstance(engine, ServerEngine) else self.loop.call(self._start())
 
     async def _start(self) -> asyncio.Task[None]:
         return asyncio.ensure_future(self.client.drive())
@@ -381,15 +621,18 @@ class ClientThread:
     def close(self) -> None:
         """Drop all requests and end the thread. The engine is not closed."""
         if self.loop.running:
-            self.loop.call(cancelled([self._driver]))
             self.loop.call(self._close_client())
-            self.loop.stop()
+            if self._driver is not None:
+                self.loop.stop()
 
     async def _close_client(self) -> None:
+        await cancelled([self._driver] if self._driver is not None else [])
         self.client.close()
 
 
-def generate(engine: Engine, requests: Sequence[Request], report: CountReport | None = None) -> list[list[Completion]]:
+def generate(
+    engine: BaseEngine, requests: Sequence[Request], report: CountReport | None = None
+) -> list[list[Completion]]:
     """Serve requests and return the `params.n` completions of each, in order.
 
     `report`: receives the number of finished completions and of sampled tokens from time to time.
@@ -398,7 +641,7 @@ def generate(engine: Engine, requests: Sequence[Request], report: CountReport | 
     The caller must be the only consumer of the engine's events.
     """
     counter = SampleCounter(report)
-    client = EngineClient(engine)
+    client = connect(engine)
 
     async def serve() -> list[list[Completion]]:
         submitted = [client.submit(request) for request in requests]
@@ -415,5 +658,8 @@ def generate(engine: Engine, requests: Sequence[Request], report: CountReport | 
         client.disown()
         return [list(result) for result in results if not isinstance(result, BaseException)]
 
-    with client.showing(counter), counter.watching(engine):
-        return run_sync(serve(), client)
+    def sample() -> list[list[Completion]]:
+        with client.showing(counter), counter.watching(engine):
+            return run_sync(serve(), client)
+
+    return client.from_leader(sample)

@@ -12,8 +12,8 @@ from typing import Protocol, Self, TypeVar
 
 from assay.awaiting import resolve
 from assay.config import EvalConfig, SamplingConfig
-from assay.engine.base import CountReport, Engine, Request, RequestError, SampleCounter, SamplingParams
-from assay.engine.client import ClientThread, EngineClient, run_sync
+from assay.engine.base import BaseEngine, CountReport, Request, RequestError, SampleCounter, SamplingParams
+from assay.engine.client import ClientThread, EngineClient, connect, run_sync
 from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import Judging, check_verdicts
@@ -55,7 +55,7 @@ class Stopper(Protocol):
 class Collector:
     """Turns prompts into groups of judged rollouts. As a context manager, it closes the judge and the environment."""
 
-    engine: Engine
+    engine: BaseEngine
     renderer: Renderer
     judge: Judging
     mesh: Mesh = field(default_factory=Mesh)  # prompts are divided among its data-parallel ranks
@@ -164,16 +164,16 @@ class Collector:
 
     def _serve(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
         """Groups of these requests; of the ranks that serve one model together, the first returns them."""
-        started = time.perf_counter()
-        counter = SampleCounter(report)
-        if self.thread is not None:
-            client = self.thread.client
-            with client.showing(counter):
+        started, counter = time.perf_counter(), SampleCounter(report)
+        client = self.thread.client if self.thread is not None else connect(self.engine, self._strict)
+        if not client.leads:
+            return []
+        with client.showing(counter):
+            if self.thread is not None:
                 played = self.thread.run(self._play(client, requests, counter))
-        else:
-            client = EngineClient(self.engine, self._strict)
-            with client.showing(counter), counter.watching(self.engine):
-                played = run_sync(self._play(client, requests, counter), client)
+            else:
+                with counter.watching(self.engine):
+                    played = run_sync(self._play(client, requests, counter), client)
         return [] if self.mesh.tp_rank else self.finish(played, started)
 
     async def _play(
@@ -225,10 +225,10 @@ class Collector:
     def _as_groups(self, played: Sequence[GroupInPlay]) -> list[Group]:
         """Groups of decoded completions, which are not judged yet. Those of requests that failed are empty."""
         completions = [one.completions for one in played]
-        texts = iter(self.renderer.decode_all([c.token_ids for samples in completions for c in samples]))
+        texts = iter(self.renderer.decode_all([c.appended for samples in completions for c in samples]))
         groups = []
         for one, samples in zip(played, completions, strict=True):
-            context = list(one.request.prompt_ids)
+            context = list(one.request.prompt_ids) if self.renderer.has_tokens else []
             turns = [Turn(context, completion, next(texts)) for completion in samples]
             rollouts = [Rollout(one.prompt, sample, [turn]) for sample, turn in enumerate(turns)]
             groups.append(Group(one.prompt, rollouts))

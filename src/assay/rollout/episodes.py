@@ -58,12 +58,12 @@ class Episode:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(turn.completion.token_ids) for turn in self.turns)
+        return sum(turn.completion.length for turn in self.turns)
 
     @property
     def token_ids(self) -> list[int]:
         """The whole sequence, including the context of the next turn."""
-        parts = [part for turn in self.turns for part in (turn.context_ids, turn.completion.token_ids)]
+        parts = [part for turn in self.turns for part in (turn.context_ids, turn.completion.appended)]
         return [token for part in (*parts, self.next_context_ids) for token in part]
 
     @property
@@ -91,12 +91,12 @@ class EpisodeRules:
 
     def record_completion(self, episode: Episode, completion: Completion) -> str:
         """Append a turn; return the action, which is the text that the completion adds to the reply."""
-        reached_limit = len(completion.token_ids) == self.limits.step_tokens and not self.env.inline
+        reached_limit = completion.length == self.limits.step_tokens and not self.env.inline
         if reached_limit and completion.finish is Finish.LENGTH:
             completion.finish = Finish.ACTION
-        episode.reply += completion.token_ids
+        episode.reply += completion.appended
         text = self.renderer.decode(episode.reply)
-        action = added_text(self.renderer, episode.reply_text, text, completion.token_ids)
+        action = added_text(self.renderer, episode.reply_text, text, completion.appended)
         episode.turns.append(Turn(episode.next_context_ids, completion, action, inserted=episode.inserted))
         episode.next_context_ids, episode.reply_text, episode.inserted = [], text, ""
         return action
@@ -125,7 +125,7 @@ class EpisodeRules:
             episode.reply_text = text
         else:
             episode.reply, episode.reply_text = [], ""
-        last = episode.turns[-1].completion.token_ids[-1]
+        last = episode.turns[-1].completion.appended[-1]
         if self.env.inline and last in self.renderer.stop_token_ids:
             episode.cut_off = "the reply has ended"  # ended by the policy, not by a limit: nothing to bootstrap from
         elif limit := self._limit(episode):
@@ -198,8 +198,11 @@ def _rollout(prompt: Prompt, episode: Episode) -> Rollout:
     verdict = replace(verdict, reward=sum(turn.reward for turn in episode.turns))
     for turn in episode.turns:
         turn.completion.handle = None  # no longer valid, and it would differ in a resumed run
+        if turn.completion.text is not None:
+            turn.context_ids = []  # it consists of messages and texts
     rollout = Rollout(prompt, episode.sample, episode.turns, verdict, verdict.reward)
-    rollout.cut_off, rollout.bootstrap_ids = bool(episode.cut_off), episode.bootstrap_ids
+    is_text = any(turn.completion.text is not None for turn in episode.turns)
+    rollout.cut_off, rollout.bootstrap_ids = bool(episode.cut_off), None if is_text else episode.bootstrap_ids
     return rollout
 
 

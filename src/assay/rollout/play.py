@@ -153,7 +153,7 @@ class GroupInPlay:
         if self.episodes:
             return [episode.sampled_tokens for episode in self.episodes]
         ended = [one.result() for one in self.turns if one.done() and not one.cancelled() and not one.exception()]
-        return [*(len(completion.token_ids) for completion in ended), *client.sampled_tokens(self.turns)]
+        return [*(completion.length for completion in ended), *client.sampled_tokens(self.turns)]
 
     async def _play(self) -> None:
         await self.started

@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any
 
 from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, TokenChunk, WeightSource
-from assay.engine.client import EngineClient
+from assay.engine.client import EngineClient, LocalClient
 from assay.process.loop_pipe import LoopPipe
 from assay.process.messages import receive
 from assay.process.spawn import ChildProcess, ignore_stop_signals, take_pipes
@@ -176,7 +176,7 @@ def serve(engine: Engine, serving: Serving, listener: socket.socket) -> None:
 
 async def run_with_frontends(engine: Engine, serving: Serving, listener: socket.socket) -> None:
     number, plain = serving.cfg.frontends, replace(serving, on_ready=nothing, on_stop=nothing)
-    client = EngineClient(engine, strict=False)
+    client = LocalClient(engine, strict=False)
     with ExitStack() as stack:
         control = stack.enter_context(closing(EngineControl(engine)))
         listeners = [stack.enter_context(own) for own in listeners_of(listener, number)]
@@ -254,7 +254,7 @@ class PipeEngine(Engine):
         self._pipe.send(("call", number, name, args))
         return await self._results[number]
 
-    async def run(self, client: EngineClient, on_stop: Callable[[], None]) -> None:
+    async def run(self, client: LocalClient, on_stop: Callable[[], None]) -> None:
         """Handle messages until the engine's process ends."""
         with suppress(EOFError, OSError):
             while True:
@@ -279,7 +279,7 @@ class PipeEngine(Engine):
 async def run_frontend(setup: FrontendSetup, pipe: LoopPipe) -> None:
     await pipe.open()
     engine = PipeEngine(pipe, setup.info)
-    client = EngineClient(engine, strict=False)
+    client = LocalClient(engine, strict=False)
     metrics = Metrics(shared_counters(setup.metrics, setup.parts), setup.part)
     service = build_service(setup.serving, client, engine.call, metrics)
     server = make_http_server(make_app(service), setup.serving.cfg, on_ready=lambda: pipe.send(("ready",)))

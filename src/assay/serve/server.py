@@ -15,7 +15,7 @@ import uvicorn
 from assay.config import HttpConfig
 from assay.endpoint import key_of
 from assay.engine.base import Engine
-from assay.engine.client import EngineClient
+from assay.engine.client import EngineClient, LocalClient
 from assay.listen import is_loopback, limit_headers
 from assay.serve.app import make_app
 from assay.serve.control import EngineControl
@@ -120,7 +120,7 @@ def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = n
 
 async def run_server(engine: Engine, serving: Serving, listener: socket.socket) -> None:
     """Serve in this process until Ctrl-C or SIGTERM."""
-    client = EngineClient(engine, strict=False)
+    client = LocalClient(engine, strict=False)
     with closing(EngineControl(engine)) as control, client.driven_in_thread():
         service = build_service(serving, client, control.call)
         server = make_http_server(make_app(service), serving.cfg, serving.on_ready)

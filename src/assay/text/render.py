@@ -210,6 +210,8 @@ class Renderer:
     `stop`: strings that end an answer; None: the default of the style.
     """
 
+    has_tokens = True  # whether sequences consist of token ids
+
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from assay.algos import Algorithm, LengthLimits
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
-from assay.engine.base import Engine
+from assay.engine.base import BaseEngine
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
 from assay.models.device import free_memory
@@ -339,7 +339,7 @@ def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torc
 
 def shard_and_build_engine(
     cfg: TrainConfig, policy: PolicyModel, renderer: Renderer, mesh: Mesh, dtype: torch.dtype, console: Console
-) -> Engine:
+) -> BaseEngine:
     """Shard the policy over the ranks, and build the engine that serves it, or this rank's part of the engine."""
     build = partial(
         components.build_engine,
@@ -432,7 +432,7 @@ def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> 
         yield "all checks passed"
 
 
-def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: Engine, prompt_tokens: int) -> dict[str, float]:
+def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, prompt_tokens: int) -> dict[str, float]:
     """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
     policy, updater, critic = learner.policy, learner.updater, learner.critic
     count = policy.parameter_count

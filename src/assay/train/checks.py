@@ -24,7 +24,7 @@ import assay
 from assay.algos import Algorithm, RunFacts, complete_settings
 from assay.config import EnvConfig, RewardConfig, TrainConfig
 from assay.config.settings import keys
-from assay.engine.base import Engine
+from assay.engine.base import BaseEngine
 from assay.envs import Env
 from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import PolicyModel, pick_device
@@ -105,7 +105,7 @@ def check_async_ranks(cfg: TrainConfig, mesh: Mesh, algo: Algorithm) -> None:
         )
 
 
-def check_capabilities(cfg: TrainConfig, engine: Engine, trains: bool, verify: Method, console: Console) -> None:
+def check_capabilities(cfg: TrainConfig, engine: BaseEngine, trains: bool, verify: Method, console: Console) -> None:
     """Refuse an engine that cannot serve this run, and warn of everything that degrades.
 
     `trains`: not only SFT. `verify`: how weight syncs are verified.

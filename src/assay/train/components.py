@@ -28,7 +28,7 @@ from assay.config import (
     TaskConfig,
     TrainConfig,
 )
-from assay.engine.base import Engine
+from assay.engine.base import BaseEngine, Engine
 from assay.engine.remote.nodes import with_engine_nodes
 from assay.engine.remote.openai import OpenAIEngine
 from assay.envs import Env, TaskEnv, make_env
@@ -46,7 +46,7 @@ from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts
 from assay.tasks.judging import build_judge_pool
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
-from assay.text.messages import MessageRenderer, TextTable
+from assay.text.messages import MessageRenderer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.train.progress import Stopping
 from assay.types import Progress, Prompt, UserError, describe_error, plural
@@ -101,7 +101,7 @@ def gold_episodes(env: Env) -> Sequence[Prompt]:
 def build_collector(
     cfg: TrainConfig | MeasureConfig,
     task: Task,
-    engine: Engine,
+    engine: BaseEngine,
     renderer: Renderer,
     mesh: Mesh | None = None,
     stopper: Stopping | None = None,
@@ -340,7 +340,7 @@ def build_engine(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     notify: Callable[[str], None] | None = None,
-) -> Engine:
+) -> BaseEngine:
     """`group`: ranks that serve the policy together, `mesh.tp_group`. `device`: that of the policy unless given.
 
     `notify`: see `EngineOptions`.
@@ -393,7 +393,7 @@ def custom_backend(path: str) -> Callable[..., Engine]:
             raise
         except Exception as error:
             raise UserError(f"{path} failed to make an engine: {describe_error(error)}") from error
-        names = [name for name in ("info", *vars(Engine)) if not name.startswith("_")]
+        names = [name for name in ("info", *vars(BaseEngine), *vars(Engine)) if not name.startswith("_")]
         if missing := [name for name in names if not hasattr(engine, name)]:
             advice = "derive its class from assay.engine.Engine (docs/extending.md)"
             raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; {advice}")
@@ -443,14 +443,13 @@ def connect_endpoint(
     if cfg.prompt.style not in ("auto", style):
         api = "completions" if style == "chat" else "chat"
         raise UserError(f'prompt.style = "{cfg.prompt.style}" needs openai.api = "{api}"')
-    texts = TextTable()
-    renderer = MessageRenderer(texts, style=style, **prompt_parts(cfg.prompt, task))
-    return renderer, OpenAIEngine(model, cfg.openai, texts)
+    renderer = MessageRenderer(style=style, **prompt_parts(cfg.prompt, task))
+    return renderer, OpenAIEngine(model, cfg.openai)
 
 
 def build_server(
     model: str, cfg: MeasureConfig | ServeConfig, task: Task | None, console: Console, any_style: bool = False
-) -> tuple[Renderer, Engine]:
+) -> tuple[Renderer, BaseEngine]:
     """Renderer and engine for a trained model, in the dtype of the engine and without training state.
 
     The console shows the progress of loading, and then a line that describes the model. `any_style`: a model without

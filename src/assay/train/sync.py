@@ -20,7 +20,7 @@ from torch import Tensor
 
 from assay.algos import Algorithm
 from assay.config import AlgoConfig, EngineConfig
-from assay.engine.base import Engine
+from assay.engine.base import BaseEngine
 from assay.mesh import Mesh, local_tensor, reshard
 from assay.models import PolicyModel
 from assay.models.base import digests, fingerprint
@@ -40,7 +40,7 @@ class SyncError(UserError):
     """After a weight sync, the engine does not serve the weights of the trainer."""
 
 
-def sync_weights(policy: PolicyModel, engine: Engine, version: int, mesh: Mesh | None = None) -> str | None:
+def sync_weights(policy: PolicyModel, engine: BaseEngine, version: int, mesh: Mesh | None = None) -> str | None:
     """Copy the weights of the policy to the engine, and compare fingerprints if the engine can compute one.
 
     Returns the fingerprint.
@@ -49,7 +49,7 @@ def sync_weights(policy: PolicyModel, engine: Engine, version: int, mesh: Mesh |
     return compare_fingerprints(policy, engine, version, mesh or Mesh())
 
 
-def compare_fingerprints(policy: PolicyModel, engine: Engine, version: int, mesh: Mesh) -> str | None:
+def compare_fingerprints(policy: PolicyModel, engine: BaseEngine, version: int, mesh: Mesh) -> str | None:
     """The fingerprint of the served weights; None if the engine has none. Raises on all ranks if it differs on one."""
     served = engine.fingerprint()
     if served is None:
@@ -200,7 +200,7 @@ def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.n
     return np.concatenate([np.array(one) for one in scorer.scores(rows, NEUTRAL, "trainer")])
 
 
-def engine_scores(engine: Engine, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+def engine_scores(engine: BaseEngine, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     """The same of the engine, or of each of its servers, by name."""
     scores = engine.score_each(sequences).items()
     return {name: np.concatenate([np.array(one, dtype=float) for one in own]) for name, own in scores}
@@ -310,7 +310,7 @@ class WeightSync:
     """
 
     updater: Updater
-    engine: Engine
+    engine: BaseEngine
     method: Method = "fingerprint"
     every: int = 1
     sequences: list[list[int]] = field(default_factory=list)  # of the probe
@@ -459,7 +459,7 @@ class WeightSync:
             self.lag = {name: MissedChange(*map(np.array, sums)) for name, sums in saved["lag"].items()}
 
 
-def verify_method(cfg: EngineConfig, engine: Engine) -> Method:
+def verify_method(cfg: EngineConfig, engine: BaseEngine) -> Method:
     """How weight syncs are verified. "off" if the engine supports neither."""
     has = engine.info.capabilities
     supported = {"fingerprint": has.fingerprint, "probe": has.score, "off": True}

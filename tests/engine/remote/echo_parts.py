@@ -13,10 +13,10 @@ from engine_parts import small_decoder, small_spec
 from http_parts import Answer, SmallServer, small_server
 from torch import Tensor
 
+from assay.config import RemoteEngineConfig
 from assay.engine.base import Capabilities, EngineOptions, Request, SamplingParams
-from assay.engine.remote.base import RemoteEngine
+from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.sequence import Job
-from assay.models.base import PolicyModel
 from assay.types import Completion, Finish
 
 POLICY = small_decoder(small_spec(max_length=32))
@@ -31,15 +31,19 @@ class EchoEngine(RemoteEngine):
     def _check_servers(self) -> None:
         self.call_all("GET", "/health")
 
-    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
-        return "/generate", {"prompt": list(job.tokens), "seed": job.request.seed, "samples": list(samples)}
+    async def _sample(self, batch: SampleBatch) -> None:
+        job, version = batch.job, self.info.version
+        body = {"prompt": list(job.tokens), "seed": job.request.seed, "samples": list(batch.samples)}
+        answer = await self.post(batch.server, "/generate", body, tokens=job.max_length)
+        for sample, completion in zip(batch.samples, self._parse(answer, job, version), strict=True):
+            batch.sent.finish(sample, completion)
 
-    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
+    def _parse(self, response: Any, job: Job, version: int) -> list[Completion]:
         try:
-            groups = [(one["ids"], one["logprobs"]) for one in response["completions"]]
+            parts = [(one["ids"], one["logprobs"]) for one in response["completions"]]
         except (KeyError, TypeError):
             raise self.garbage("no completions") from None
-        return [self._completion(job, ids, logprobs, logprobs, Finish.STOP, version) for ids, logprobs in groups]
+        return [self._checked(Completion(ids, scores, scores, Finish.STOP, version), job) for ids, scores in parts]
 
     def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         names = [name for name, _ in weights]
@@ -76,11 +80,13 @@ def options(**changes: Any) -> EngineOptions:
 def engine_on(
     *answers: Callable[[str, Any], Answer], kind: type[EchoEngine] = EchoEngine, **settings: Any
 ) -> Iterator[tuple[EchoEngine, list[SmallServer]]]:
-    model: PolicyModel = settings.pop("model", POLICY)
+    """`settings`: of the section of the engine."""
     opts = settings.pop("options", options())
+    values = {"health_timeout_s": 0, "recover_s": 0} | settings
     with ExitStack() as stack:
         servers = [stack.enter_context(small_server(answer)) for answer in answers or (echo,)]
-        engine = kind(model, [server.url for server in servers], opts, Capabilities(), **settings)
+        config = RemoteEngineConfig(urls=[server.url for server in servers], **values)
+        engine = kind(POLICY, config, opts, Capabilities())
         stack.callback(engine.close)
         yield engine, servers
 
@@ -98,8 +104,3 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
-
-
-def steps(engine: RemoteEngine) -> Iterator[Any]:
-    while events := engine.step():
-        yield from events

@@ -21,6 +21,7 @@ import torch
 from http_parts import small_server
 from safetensors.torch import load_file
 from serve_parts import byte_tokenizer, renderer, serving, tiny_model
+from stepped import Stepped
 
 from assay.cli.main import main
 from assay.config import ServerConfig
@@ -57,7 +58,7 @@ def url() -> Iterator[str]:
 
 def test_the_engine_passes_all_checks(url: str) -> None:
     with connected(url) as engine:
-        assert check_engine(engine, PROMPT, tiny_model(), renderer().decode) == []
+        assert check_engine(Stepped(engine), PROMPT, tiny_model(), renderer().decode) == []
         capabilities = engine.info.capabilities
         assert capabilities.exact_seeds and capabilities.fingerprint and not capabilities.handles
 

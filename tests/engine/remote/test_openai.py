@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from serve_parts import NAME, renderer, serving, tiny_model
+from stepped import Stepped
 from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 
 from assay import endpoint as client_module
 from assay.config import OpenAIConfig
 from assay.engine import Failed, Finished, Request, RequestError, SamplingParams, TokenChunk, make_engine
-from assay.engine.client import EngineClient, generate, run_sync
+from assay.engine.client import connect, generate, run_sync
 from assay.engine.remote.openai import OpenAIEngine, sample_seed
-from assay.text.messages import MessageRenderer, TextTable
+from assay.text.messages import MessageRenderer
 from assay.types import Finish, Prompt, UserError
 
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.5)
@@ -34,10 +35,9 @@ def last_word(body: dict[str, Any]) -> str:
 
 
 def ask(engine: OpenAIEngine, text: str, params: SamplingParams = PARAMS, **more: Any) -> Request:
-    texts: Any = engine.texts
     style = "chat" if engine.settings.api == "chat" else "raw"
     prompt = Prompt("p", ({"role": "user", "content": text},))
-    ids = MessageRenderer(texts, style=style, template=None if style == "chat" else "{question}").prompt_ids(prompt)
+    ids = MessageRenderer(style=style, template=None if style == "chat" else "{question}").prompt_ids(prompt)
     return Request(ids, params, seed=7, name=text, **more)
 
 
@@ -47,7 +47,7 @@ def connected(
 ) -> Iterator[tuple[StubEndpoint, OpenAIEngine]]:
     with stub_endpoint(reply, faults=faults) as server:
         config = OpenAIConfig(**{"url": url or server.url, "timeout_s": 20, "retries": 2} | settings)
-        engine = OpenAIEngine("m", config, TextTable())
+        engine = OpenAIEngine("m", config)
         try:
             yield server, engine
             assert server.problems == []
@@ -60,9 +60,13 @@ def test_answers_have_the_text_and_the_token_count_of_the_endpoint(api: str) -> 
     with connected(api=api) as (server, engine):
         requests = [ask(engine, f"number {index}", SamplingParams(n=2, max_new_tokens=9)) for index in range(5)]
         completions = generate(engine, requests)
-        texts = [[engine.texts.text(one.token_ids) for one in samples] for samples in completions]
+        texts = [[one.text for one in samples] for samples in completions]
         assert texts == [[f"you said {index}"] * 2 for index in range(5)]
-        assert all(len(one.token_ids) == 4 and one.finish is Finish.STOP for samples in completions for one in samples)
+        assert all(
+            one.length == 4 and not one.token_ids and one.finish is Finish.STOP
+            for samples in completions
+            for one in samples
+        )
         assert all(body["max_tokens"] == 9 and body["temperature"] == 1.0 for body in server.requests)
         assert (engine.usage.requests, engine.usage.prompt_tokens, engine.usage.completion_tokens) == (10, 100, 40)
 
@@ -93,16 +97,17 @@ def test_seeds_differ_between_samples_and_fit_32_bits() -> None:
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_streams_arrive_in_parts_that_make_up_the_completion(api: str) -> None:
     with connected(api=api) as (_, engine):
-        request_id = engine.add(ask(engine, "hello world", stream=True))
+        running = Stepped(engine)
+        request_id = running.add(ask(engine, "hello world", stream=True))
         events = []
         while not events or not isinstance(events[-1], Finished):
-            events += engine.step()
+            events += running.step()
         chunks = [event for event in events if isinstance(event, TokenChunk)]
-        ids = [token for chunk in chunks for token in chunk.token_ids]
-        assert [engine.texts.text(chunk.token_ids) for chunk in chunks] == ["you", " said", " world", ""]
+        assert [chunk.token_ids for chunk in chunks] == [["you"], [" said"], [" world"]]
         finished = events[-1]
         assert isinstance(finished, Finished) and finished.request_id == request_id
-        assert finished.completion.token_ids == ids and len(ids) == engine.usage.completion_tokens == 4
+        assert finished.completion.text == "you said world"
+        assert finished.completion.length == engine.usage.completion_tokens == 4
 
 
 def test_a_length_limit_and_a_stop_string_are_reported() -> None:
@@ -114,7 +119,7 @@ def test_a_length_limit_and_a_stop_string_are_reported() -> None:
         stop = SamplingParams(max_new_tokens=4, stop=(" be",))
         (cut,), (stopped,) = generate(engine, [ask(engine, "a"), ask(engine, "b", stop)])
         assert cut.finish is Finish.LENGTH
-        assert stopped.finish is Finish.STOP and engine.texts.text(stopped.token_ids) == "to be"
+        assert stopped.finish is Finish.STOP and stopped.text == "to be"
 
 
 def test_a_failed_request_leaves_the_others_alone() -> None:
@@ -123,7 +128,7 @@ def test_a_failed_request_leaves_the_others_alone() -> None:
 
     with connected(reply=reply) as (_, engine):
         requests = [ask(engine, text) for text in ("one", "bad", "three")]
-        client = EngineClient(engine)
+        client = connect(engine)
 
         async def ask_all() -> list[Any]:
             futures = [future for request in requests for future in client.submit(request)]
@@ -131,7 +136,7 @@ def test_a_failed_request_leaves_the_others_alone() -> None:
 
         first, failed, last = run_sync(ask_all(), client)
         assert isinstance(failed, RequestError) and "request 'bad'" in str(failed) and "too long" in str(failed)
-        assert [engine.texts.text(one.token_ids) for one in (first, last)] == ["you said one", "you said three"]
+        assert [one.text for one in (first, last)] == ["you said one", "you said three"]
         with pytest.raises(RequestError, match="too long"):
             generate(engine, requests)
 
@@ -163,8 +168,9 @@ def test_a_withheld_answer_is_a_failure() -> None:
 def test_invalid_requests_fail_without_being_sent(changes: dict[str, Any], problem: str) -> None:
     with connected() as (server, engine):
         fields = {"prompt_ids": ask(engine, "a").prompt_ids, "params": PARAMS, "seed": 0} | changes
-        engine.add(Request(**fields))
-        (event,) = engine.step()
+        running = Stepped(engine)
+        running.add(Request(**fields))
+        (event,) = running.step()
         assert isinstance(event, Failed) and problem in event.error and not server.requests
 
 
@@ -177,10 +183,11 @@ def test_an_aborted_request_yields_no_event() -> None:
         return last_word(body)
 
     with connected(reply=reply) as (_, engine):
-        slow, fast = engine.add(ask(engine, "slow")), engine.add(ask(engine, "fast"))
-        assert [event.request_id for event in engine.step()] == [fast]
-        engine.abort([slow])
-        assert engine.step() == [] and not engine.running
+        running = Stepped(engine)
+        slow, fast = running.add(ask(engine, "slow")), running.add(ask(engine, "fast"))
+        assert [event.request_id for event in running.step()] == [fast]
+        running.abort([slow])
+        assert running.step() == [] and not engine.load.running
         ready.set()
 
 
@@ -207,9 +214,9 @@ def test_answers_of_assay_serve_are_those_of_its_engine() -> None:
         ((whole,),) = generate(engine, [ask(engine, question, params)])
         ((streamed,),) = generate(engine, [ask(engine, question, params, stream=True)])
         for completion in (whole, streamed):
-            assert engine.texts.text(completion.token_ids) == text.decode(expected.token_ids)
+            assert completion.text == text.decode(expected.token_ids)
             assert completion.finish is expected.finish
-        assert len(whole.token_ids) == len(expected.token_ids)
+        assert whole.length == len(expected.token_ids)
         assert engine.usage.prompt_tokens == 2 * len(ids)
         with pytest.raises(RequestError, match="check the name of the model"):
             engine.model = "another"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +23,38 @@ from echo_parts import (
     expected,
     options,
     requests,
-    steps,
     tokens,
     until,
 )
 from http_parts import Answer, small_server
 
-from assay.engine.base import Capabilities, Failed, Finished, Request
-from assay.engine.client import generate
+from assay.config import RemoteEngineConfig
+from assay.engine.base import Capabilities, Request, RequestError
+from assay.engine.client import EngineClient, SentRequest, connect, generate, run_sync
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
+
+
+def outcomes(engine: EchoEngine, wanted: Sequence[Request]) -> list[list[Any]]:
+    """For each request, the completions or errors of its samples."""
+    client = connect(engine)
+
+    async def ask() -> list[list[Any]]:
+        submitted = [client.submit(one) for one in wanted]
+        return [await asyncio.gather(*futures, return_exceptions=True) for futures in submitted]
+
+    return run_sync(ask(), client)
+
+
+@contextmanager
+def sampling(engine: EchoEngine, wanted: Sequence[Request]) -> Iterator[list[list[Completion]]]:
+    """Generate in another thread; the results are there when the block has ended."""
+    results: list[list[Completion]] = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, engine, wanted)
+        until(lambda: engine.load.running > 0 or running.done())
+        yield results
+        results += running.result(30)
 
 
 @pytest.mark.parametrize("kind", [EchoEngine, WholeRequests])
@@ -38,7 +64,7 @@ def test_every_sample_of_every_request_gets_its_own_tokens(kind: type[EchoEngine
         groups = generate(engine, wanted)
         assert tokens(groups) == [[expected(one.prompt_ids, one.seed, n) for n in range(3)] for one in wanted]
         assert groups[0][0].engine_logprobs == [-0.5, -0.5]
-        assert engine.step() == [] and engine.step(wait=False) == []
+        assert engine.load.running == 0
         sent = [server.paths().count("/generate") for server in servers]
         assert sum(sent) == (120 if kind is EchoEngine else 40) and min(sent) > 0
 
@@ -52,12 +78,11 @@ def test_requests_are_spread_over_servers_by_unfinished_samples() -> None:
         return echo(path, body)
 
     with engine_on(slow, slow) as (engine, servers):
-        ids = [engine.add(one) for one in requests(6)]
-        until(lambda: sum(server.paths().count("/generate") for server in servers) == 18)
-        assert [server.paths().count("/generate") for server in servers] == [9, 9]
-        release.set()
-        finished = [event for event in steps(engine) if isinstance(event, Finished)]
-        assert {event.request_id for event in finished} == set(ids) and len(finished) == 18
+        with sampling(engine, requests(6)) as results:
+            until(lambda: sum(server.paths().count("/generate") for server in servers) == 18)
+            assert [server.paths().count("/generate") for server in servers] == [9, 9] and engine.load.running == 18
+            release.set()
+        assert [len(group) for group in results] == [3] * 6
 
 
 def test_at_most_max_batch_requests_per_server_are_sent_at_once() -> None:
@@ -69,23 +94,21 @@ def test_at_most_max_batch_requests_per_server_are_sent_at_once() -> None:
         return echo(path, body)
 
     with engine_on(slow, options=options(max_batch=4)) as (engine, servers):
-        for one in requests(10):
-            engine.add(one)
-        until(lambda: servers[0].paths().count("/generate") == 4)
-        time.sleep(0.05)
-        assert servers[0].paths().count("/generate") == 4
-        release.set()
-        assert sum(isinstance(event, Finished) for event in steps(engine)) == 30
+        with sampling(engine, requests(10)) as results:
+            until(lambda: servers[0].paths().count("/generate") == 4)
+            time.sleep(0.05)
+            assert servers[0].paths().count("/generate") == 4
+            release.set()
+        assert [len(group) for group in results] == [3] * 10
 
 
 def test_an_invalid_request_fails_alone() -> None:
     with engine_on() as (engine, servers):
         bad = [Request([], PARAMS, 0), Request([1] * 32, PARAMS, 0), replace(requests(1)[0], continues=3)]
-        ids = [engine.add(one) for one in (*bad, requests(1)[0])]
-        events = list(steps(engine))
-        failed = {event.request_id: event.error for event in events if isinstance(event, Failed)}
-        assert set(failed) == set(ids[:3]) and "the prompt is empty" in failed[ids[0]]
-        assert [event.request_id for event in events if isinstance(event, Finished)] == [ids[3]] * 3
+        *failed, served = outcomes(engine, [*bad, requests(1)[0]])
+        assert all(isinstance(one, RequestError) for group in failed for one in group)
+        assert "the prompt is empty" in str(failed[0][0])
+        assert tokens([served]) == [[expected([1], 0, sample) for sample in range(3)]]
         assert servers[0].paths().count("/generate") == 3
 
 
@@ -113,12 +136,9 @@ def test_a_refused_request_or_garbage_becomes_one_line_and_other_requests_are_se
         return answer if path == "/generate" and body["seed"] == 7 else echo(path, body)
 
     with engine_on(sometimes) as (engine, _):
-        ids = [engine.add(one) for one in requests(3)]
-        events = list(steps(engine))
-        failed = [event for event in events if isinstance(event, Failed)]
-        assert [event.request_id for event in failed] == [ids[1]]
-        assert message in failed[0].error and "\n" not in failed[0].error
-        assert sum(isinstance(event, Finished) for event in events) == 6
+        first, (error, *_), last = outcomes(engine, requests(3))
+        assert isinstance(error, RequestError) and message in str(error) and "\n" not in str(error)
+        assert [len(tokens([group])[0]) for group in (first, last)] == [3, 3]
 
 
 def test_a_lost_connection_is_retried_on_another_server_with_the_same_seed() -> None:
@@ -169,10 +189,10 @@ def test_a_server_that_is_not_reachable_is_reported_when_the_engine_is_built() -
     with small_server(echo) as server:
         url = server.url
     with pytest.raises(UserError, match=f"the echo server {url} is not reachable"):
-        EchoEngine(POLICY, [url], options(), Capabilities())
+        EchoEngine(POLICY, RemoteEngineConfig(urls=[url]), options(), Capabilities())
 
 
-def test_aborts_close_the_connection_and_drop_the_events() -> None:
+def test_cancelled_futures_close_the_connection() -> None:
     release = threading.Event()
 
     def slow(path: str, body: Any) -> Answer:
@@ -180,26 +200,86 @@ def test_aborts_close_the_connection_and_drop_the_events() -> None:
             release.wait(30)
         return echo(path, body)
 
+    async def cancel(client: EngineClient) -> list[Completion]:
+        stuck, other = (client.submit(one) for one in requests(2))
+        while servers[0].paths().count("/generate") < 6:
+            await asyncio.sleep(0.01)
+        for future in (*stuck, other[1]):
+            future.cancel()
+        return [await other[0], await other[2]]
+
     with engine_on(slow) as (engine, servers):
-        stuck, other = (engine.add(one) for one in requests(2))
-        until(lambda: servers[0].paths().count("/generate") == 6)
-        engine.abort([stuck, (other, 1), 99, (99, 0)])
-        finished = {(event.request_id, event.sample) for event in steps(engine)}
-        assert finished == {(other, 0), (other, 2)}
+        client = connect(engine)
+        assert tokens([run_sync(cancel(client), client)]) == [[expected([2], 7, sample) for sample in (0, 2)]]
+        assert engine.load.running == 0
         until(lambda: engine.servers[0].running == 0)  # although the server has not answered
         release.set()
 
 
-def test_an_abort_from_another_thread_ends_a_waiting_step() -> None:
+def test_ctrl_c_ends_the_work_and_closes_the_connections() -> None:
+    release = threading.Event()
+
     def never(path: str, body: Any) -> Answer:
         if path == "/generate":
-            time.sleep(3)
+            signal.raise_signal(signal.SIGINT)
+            release.wait(30)
         return echo(path, body)
 
     with engine_on(never) as (engine, _):
-        request_id = engine.add(requests(1)[0])
-        threading.Timer(0.1, lambda: engine.abort([request_id])).start()
-        assert engine.step() == []
+        with pytest.raises(KeyboardInterrupt):
+            generate(engine, requests(1, n=1))
+        assert engine.load.running == 0
+        until(lambda: engine.servers[0].running == 0)
+        release.set()
+        assert threading.current_thread() is threading.main_thread()
+
+
+def test_requests_work_inside_a_running_event_loop() -> None:
+    async def notebook(engine: EchoEngine) -> list[list[Completion]]:
+        return generate(engine, requests(4))
+
+    with engine_on() as (engine, _):
+        assert asyncio.run(notebook(engine)) == generate(engine, requests(4))
+
+
+def test_requests_of_one_iteration_of_the_event_loop_are_passed_to_the_engine_together() -> None:
+    together: list[int] = []
+
+    class Counting(EchoEngine):
+        def serve(self, requests: Sequence[SentRequest]) -> None:
+            together.append(len(requests))
+            super().serve(requests)
+
+    with engine_on(kind=Counting) as (engine, _):
+        generate(engine, requests(5))
+        generate(engine, requests(3))
+        assert together == [5, 3]
+
+
+def test_a_blocking_call_in_the_thread_of_the_servers_is_refused() -> None:
+    async def blocking() -> None:
+        engine.update_weights(POLICY, 1)
+
+    with engine_on() as (engine, _):
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            engine.loop.call(blocking())
+        engine.update_weights(POLICY, 1)
+
+
+def test_closing_the_engine_fails_requests_that_run() -> None:
+    def slow(path: str, body: Any) -> Answer:
+        if path == "/generate":
+            time.sleep(1)
+        return echo(path, body)
+
+    with engine_on(slow) as (engine, servers), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, engine, requests(1))
+        until(lambda: "/generate" in servers[0].paths())
+        engine.close()
+        with pytest.raises(UserError, match="the engine was closed"):
+            running.result(10)
+        with pytest.raises(UserError, match="the engine was closed"):
+            generate(engine, requests(1))
 
 
 def test_weights_are_published_to_all_servers_and_the_version_follows() -> None:
@@ -223,14 +303,14 @@ def test_an_update_while_requests_run_or_on_a_failing_server_is_refused() -> Non
         with pytest.raises(UserError, match="answered 500: no space"):
             engine.update_weights(POLICY, 1)
         assert engine.info.version == -1
-        engine.add(requests(1)[0])
-        with pytest.raises(UserError, match="while requests are running"):
-            engine.update_weights(POLICY, 1)
-        with pytest.raises(UserError, match="while requests are running"):
-            engine.sleep()
+        with sampling(engine, requests(1)):
+            with pytest.raises(UserError, match="while requests are running"):
+                engine.update_weights(POLICY, 1)
+            with pytest.raises(UserError, match="while requests are running"):
+                engine.sleep()
 
 
-def test_a_step_with_requests_wakes_the_servers() -> None:
+def test_requests_wake_the_servers() -> None:
     with engine_on(options=options(sleep_while_training=True)) as (engine, servers):
         engine.sleep()
         engine.reset_prefix_cache()
@@ -242,19 +322,38 @@ def test_a_step_with_requests_wakes_the_servers() -> None:
         assert "/sleep" not in servers[0].paths()
 
 
-def test_the_api_key_is_sent_and_streaming_requests_yield_their_tokens_as_chunks() -> None:
-    with engine_on(api_key="secret") as (engine, servers):
-        engine.add(replace(requests(1)[0], stream=True))
-        events = list(steps(engine))
-        chunks = {event.sample: event.token_ids for event in events if not isinstance(event, Finished)}
+def test_the_api_key_is_sent_and_streaming_requests_yield_their_tokens_as_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KEY_OF_ECHO", "secret")
+    with engine_on(api_key_env="KEY_OF_ECHO") as (engine, servers):
+        client, chunks = connect(engine), dict[int, list[int]]()
+
+        async def stream() -> None:
+            request = replace(requests(1)[0], stream=True)
+            await asyncio.gather(*client.submit(request, lambda chunk: chunks.update({chunk.sample: chunk.token_ids})))
+
+        run_sync(stream(), client)
         assert chunks == {sample: expected([1], 0, sample) for sample in range(3)}
         assert all(one["authorization"] == "Bearer secret" for one in servers[0].headers)
 
 
-def test_a_bug_in_a_backend_is_raised_by_step() -> None:
+def test_a_bug_in_a_backend_is_raised() -> None:
     class Broken(EchoEngine):
-        def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
+        def _parse(self, response: Any, job: Job, version: int) -> list[Completion]:
             raise ZeroDivisionError("bug")
 
     with engine_on(kind=Broken) as (engine, _), pytest.raises(ZeroDivisionError, match="bug"):
         generate(engine, requests(1))
+
+
+def test_errors_of_a_caller_are_raised() -> None:
+    def report(finished: int, tokens: int) -> None:
+        raise ZeroDivisionError("of the progress bar")
+
+    with engine_on() as (engine, _):
+        with pytest.raises(TypeError):
+            generate(engine, [Request(["text"], PARAMS, 0)])  # type: ignore[list-item]
+        with pytest.raises(ZeroDivisionError, match="of the progress bar"):
+            generate(engine, requests(1), report)
+        assert engine.load.running == 0

@@ -22,6 +22,7 @@ import torch
 from engine_parts import logits_after, small_decoder, small_spec
 from http_parts import Answer, SmallServer, small_server
 from sglang_parts import RULES, FakeSGLang, problem_of
+from stepped import Stepped
 
 from assay.config import SGLangConfig
 from assay.engine import make_engine
@@ -66,7 +67,7 @@ def bodies(server: SmallServer, path: str = "/generate") -> list[Any]:
 def test_the_engine_satisfies_the_interface() -> None:
     other = small_decoder(small_spec(), seed=5)  # the first update must replace the server's weights
     with sglang(FakeSGLang(other, decode), FakeSGLang(other, decode)) as (engine, _):
-        assert check_engine(engine, PROMPT, POLICY, decode) == []
+        assert check_engine(Stepped(engine), PROMPT, POLICY, decode) == []
         able = engine.info.capabilities
         assert (able.temperature_logprobs, able.truncated_logprobs, able.fingerprint) == (True, False, False)
 
@@ -135,13 +136,14 @@ def test_tokens_after_a_stop_string_are_removed() -> None:
 def test_an_aborted_sample_is_aborted_on_the_server() -> None:
     fake = FakeSGLang(POLICY, decode, token_s=0.02)
     with sglang(fake) as (engine, servers):
-        request = engine.add(Request(PROMPT, SamplingParams(n=2, max_new_tokens=40), 0))
+        running = Stepped(engine)
+        request = running.add(Request(PROMPT, SamplingParams(n=2, max_new_tokens=40), 0))
         while len(fake.running) < 2:
             time.sleep(0.005)
-        engine.abort([(request, 0)])
+        running.abort([(request, 0)])
         while not fake.aborted:
             time.sleep(0.005)
-        (event,) = engine.step()
+        (event,) = running.step()
         assert isinstance(event, Finished) and event.sample == 1 and len(event.completion.token_ids) == 40
         assert fake.aborted == [body["rid"] for body in bodies(servers[0], "/abort_request")]
         assert len(fake.aborted) == 1
@@ -150,7 +152,8 @@ def test_an_aborted_sample_is_aborted_on_the_server() -> None:
 def test_a_request_that_an_update_interrupts_is_continued_with_the_new_weights() -> None:
     fake = FakeSGLang(POLICY, decode, token_s=0.02)
     with sglang(fake) as (engine, _):
-        engine.add(Request(PROMPT, SamplingParams(n=2, temperature=0.0, max_new_tokens=20), 0))
+        running = Stepped(engine)
+        running.add(Request(PROMPT, SamplingParams(n=2, temperature=0.0, max_new_tokens=20), 0))
         while len(fake.running) < 2:
             time.sleep(0.005)
         time.sleep(0.1)
@@ -160,7 +163,7 @@ def test_a_request_that_an_update_interrupts_is_continued_with_the_new_weights()
         with torch.no_grad():
             for (_, target), (_, weight) in zip(new.weights(), ScaledWeights(POLICY).weights(), strict=True):
                 target.copy_(weight)
-        for event in [event for _ in range(2) for event in engine.step()]:
+        for event in [event for _ in range(2) for event in running.step()]:
             assert isinstance(event, Finished)
             ids = event.completion.token_ids
             (first, before), (second, after) = event.completion.versions
@@ -393,13 +396,13 @@ def test_a_process_does_not_wake_servers_that_it_shares_with_others() -> None:
     with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
         engine.sleep()
         fake.calls.clear()
-        engine.add(Request(PROMPT, SamplingParams(max_new_tokens=2), 0))
+        request = Request(PROMPT, SamplingParams(max_new_tokens=2), 0)
         engine.ranks.world = object()  # type: ignore[assignment]
         with pytest.raises(UserError, match="several processes sleep: update weights or call wake"):
-            engine.step()
+            generate(engine, [request])
         engine.ranks.world = None
         assert "/resume_memory_occupation" not in fake.calls
-        assert engine.step()  # alone, it wakes them
+        assert generate(engine, [request])  # alone, it wakes them
 
 
 def test_a_failed_update_continues_the_servers() -> None:

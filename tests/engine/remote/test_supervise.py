@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from echo_parts import POLICY, EchoEngine, echo, engine_on, expected, options, r
 from http_parts import Answer, SmallServer
 
 from assay.engine.base import Request
-from assay.engine.client import generate
+from assay.engine.client import connect, generate, run_sync
 from assay.engine.remote.http import Server, ServerStale, ServerState
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
@@ -24,14 +25,14 @@ from assay.types import Completion, UserError
 class VersionedEngine(EchoEngine):
     """Its servers report the version of the weights that they have."""
 
-    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
-        completions = super()._parse(response, job, samples, version)
+    def _parse(self, response: Any, job: Job, version: int) -> list[Completion]:
+        completions = super()._parse(response, job, version)
         if response["version"] < version:
             raise ServerStale(f"a server has sampled with version {response['version']}, not {version}")
         return completions
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        answer = self.call(server, "POST", "/score")
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        answer = await self.post(server, "/score")
         return [[-1.0 - answer["version"]] * (len(one) - 1) for one in sequences]
 
 
@@ -167,6 +168,23 @@ def test_a_server_that_hangs_does_not_hold_up_an_update_or_an_idle_engine() -> N
         until(lambda: states(engine)[0] == "retired")  # by the questions about its health alone
 
 
+def test_an_event_loop_that_is_held_up_is_no_fault_of_the_servers() -> None:
+    """In asynchronous training, environments may hold up the event loop that asks the servers."""
+
+    class Slow(FakeServer):
+        def __call__(self, path: str, body: Any) -> Answer:
+            time.sleep(0.15 if path == "/health" else 0.0)
+            return super().__call__(path, body)
+
+    with engine_on(Slow(), Slow(), kind=VersionedEngine, health_timeout_s=0.4) as (engine, _):
+        engine.update_weights(POLICY, 0)
+        for _ in range(3):
+            time.sleep(0.1)
+            engine.loop.post(lambda: time.sleep(0.65))
+            engine.loop.call(asyncio.sleep(0))
+        assert states(engine) == ["serving"] * 2
+
+
 def test_the_last_server_is_never_retired_and_its_error_is_reported() -> None:
     with fleet(2) as (engine, fakes, lines):
         for fake in fakes:
@@ -239,15 +257,21 @@ def test_a_single_lost_connection_is_no_reason_to_retire_a_server() -> None:
         assert lost == [0] and states(engine) == ["serving"] * 3 and lines == []
 
 
-def test_aborted_requests_of_a_retired_server_are_not_sent_again() -> None:
+def test_cancelled_requests_of_a_retired_server_are_not_sent_again() -> None:
     with fleet(2, health_timeout_s=0) as (engine, fakes, _):
         for fake in fakes:
             fake.set("hangs")
-        ids = [engine.add(one) for one in requests(4)]
-        until(lambda: sum(fake.http.paths().count("/generate") for fake in fakes) == 12)  # type: ignore[union-attr]
-        engine.abort(ids)
-        assert engine.retire(engine.all_servers[0], "test")
-        assert engine.step() == []
+        client = connect(engine)
+
+        async def cancel() -> None:
+            futures = [future for one in requests(4) for future in client.submit(one)]
+            while sum(fake.http.paths().count("/generate") for fake in fakes) < 12:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+            for future in futures:
+                future.cancel()
+            assert engine.retire(engine.all_servers[0], "test")
+
+        run_sync(cancel(), client)
         until(lambda: not engine.all_servers[0].tasks)
         assert sum(fake.http.paths().count("/generate") for fake in fakes) == 12  # type: ignore[union-attr]
 
@@ -271,7 +295,7 @@ def test_random_faults_lose_and_double_nothing(until_s: float = 4.0) -> None:
         thread.start()
         try:
             deadline, version = time.monotonic() + until_s, 0
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline or (engine.failures < 4 and time.monotonic() < deadline + 60):
                 wanted = requests(20)
                 assert tokens(generate(engine, wanted)) == tokens_of(wanted)
                 version += 1

@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_parts import logits_after, small_decoder, small_spec
 from http_parts import Answer, SmallServer, small_server
+from stepped import Stepped
 from vllm_parts import FakeVLLM
 
 from assay.config import VLLMConfig
@@ -52,7 +53,7 @@ def vllm(*fakes: FakeVLLM, policy: Any = POLICY, **settings: Any) -> Iterator[tu
 def test_the_engine_satisfies_the_interface() -> None:
     other = small_decoder(small_spec(), seed=5)  # the first update must replace the server's weights
     with vllm(FakeVLLM(other, decode), FakeVLLM(other, decode)) as (engine, _):
-        assert check_engine(engine, PROMPT, POLICY, decode, hottest=2.0) == []
+        assert check_engine(Stepped(engine), PROMPT, POLICY, decode, hottest=2.0) == []
         able = engine.info.capabilities
         assert (able.temperature_logprobs, able.truncated_logprobs, able.fingerprint) == (True, False, True)
 
@@ -100,12 +101,13 @@ def test_tokens_after_a_stop_string_are_removed() -> None:
 def test_a_request_that_an_update_interrupts_is_continued_with_the_new_weights() -> None:
     with vllm(FakeVLLM(POLICY, decode, token_s=0.02)) as (engine, servers):
         params = SamplingParams(n=2, temperature=0.0, max_new_tokens=20)
-        engine.add(Request(PROMPT, params, 0))
+        running = Stepped(engine)
+        running.add(Request(PROMPT, params, 0))
         while not any(path == "/v1/completions" and body["max_tokens"] == 20 for path, body in servers[0].requests):
             time.sleep(0.005)
         time.sleep(0.1)
         engine.update_weights(ScaledWeights(POLICY), 7)
-        for event in [event for _ in range(2) for event in engine.step()]:
+        for event in [event for _ in range(2) for event in running.step()]:
             assert isinstance(event, Finished)
             completion = event.completion
             (first, before), (second, after) = completion.versions

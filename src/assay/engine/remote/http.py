@@ -96,6 +96,7 @@ class HttpServers:
 
     kind: ClassVar[str]  # name of the server in messages, e.g. "vLLM"
     section: ClassVar[str]  # section of its settings, e.g. "vllm"
+    extra: ClassVar[str] = ""  # that installs the HTTP client; empty: it is named like the section
     start_advice: ClassVar[str] = "start a server there"  # what to do if it is not reachable
 
     def __init__(
@@ -276,10 +277,8 @@ class HttpServers:
 
     def valid_logprobs(self, values: Any, count: int) -> list[float]:
         """Log-probabilities of this number of tokens. Rounding errors above 0 stay, as in the native engine."""
-        if not isinstance(values, list) or len(values) != count:
-            raise self.garbage(f"not one log-probability for each of {count} tokens")
-        if invalid := [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]:
-            raise self.garbage(f"the log-probability {shortened(str(invalid[0]), 30)}, which is not a number up to 0")
+        if problem := logprob_problem(values, count):
+            raise self.garbage(problem)
         return [float(one) for one in values]
 
     def garbage(self, what: str) -> ServerGarbage:
@@ -337,9 +336,12 @@ class HttpServers:
         try:
             client = new_client(url, api_key, proxies=nodes_folder() is None)
         except ImportError:
-            raise missing_extra(f"engine {self.section}", self.section) from None
+            raise self.missing_httpx() from None
         self._secrets |= {query, urlsplit(url).password or ""}
         return Server(hide_credentials(url), client, query)
+
+    def missing_httpx(self) -> UserError:
+        return missing_extra(f"engine {self.kind.lower()}", self.extra or self.section)
 
     def _content(self, server: Server, path: str, answer: Answer, is_json: bool = True) -> Any:
         status = answer.status_code
@@ -375,6 +377,14 @@ class HttpServers:
         with suppress(Exception):
             self.loop.call(close_clients())
         self.loop.stop()
+
+
+def logprob_problem(values: Any, count: int) -> str:
+    """What is wrong with log-probabilities that a server returned; empty if there are `count` valid ones."""
+    if not isinstance(values, list) or len(values) != count:
+        return f"not one log-probability for each of {count} tokens"
+    invalid = [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]
+    return f"the log-probability {shortened(str(invalid[0]), 30)}, which is not a number up to 0" if invalid else ""
 
 
 def is_lost(error: BaseException) -> bool:

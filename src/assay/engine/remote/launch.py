@@ -14,11 +14,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from assay.config import InferenceServerConfig, RemoteEngineConfig
+from assay.config import InferenceServerConfig
 from assay.endpoint import key_of, new_client, opened
 from assay.engine.base import EngineOptions
 from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
@@ -41,9 +41,9 @@ class LaunchedServers(ABC):
     kind: ClassVar[str]  # name of the server in messages
     section: ClassVar[str]  # section of its settings
 
-    def __init__(self, settings: RemoteEngineConfig, options: EngineOptions) -> None:
-        self.options, self.count, self.port = options, settings.servers, settings.port
-        self.start_timeout_s = settings.start_timeout_s
+    def __init__(self, settings: Any, options: EngineOptions) -> None:
+        """`settings`: the section of the backend, a `RemoteEngineConfig`."""
+        self.settings, self.options = settings, options
         self.key = key_of(settings.api_key_env, self.section) or secrets.token_urlsafe(16)  # no other is accepted
         folder = nodes_folder()
         self.nodes = EngineNodes(folder) if folder else None
@@ -89,20 +89,21 @@ class LaunchedServers(ABC):
         return list(self.programs), self.key
 
     def _start_here(self, max_length: int) -> None:
-        for index in range(self.count):
-            port = self.port + index if self.port else free_port()
+        for index in range(self.settings.servers):
+            port = self.settings.port + index if self.settings.port else free_port()
             command, log = self._command(index, port, max_length), self.folder / f"server-{index}.log"
             self.programs[f"http://127.0.0.1:{port}"] = SupervisedProgram(command, log, self._environment(index))
 
     def _start_on_nodes(self, nodes: EngineNodes, max_length: int) -> None:
-        servers = nodes.wait(self.start_timeout_s, self.section)
+        servers = nodes.wait(self.settings.start_timeout_s, self.section)
         self.programs |= {server.url: server for server in servers}
         commands = [self._command(index, server.port, max_length) for index, server in enumerate(servers)]
         nodes.start(servers, commands, [self._environment(index) for index in range(len(servers))])
 
     def _wait(self, url: str) -> None:
         """Wait until a server is ready."""
-        deadline = time.monotonic() + self.start_timeout_s
+        limit = self.settings.start_timeout_s
+        deadline = time.monotonic() + limit
         while True:
             if death := self.death(url):
                 raise UserError(f"the {self.kind} server {url} did not start: {death}")
@@ -110,7 +111,7 @@ class LaunchedServers(ABC):
                 return
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the {self.kind} server {url} was not ready after {self.start_timeout_s:g} s (last line of "
+                    f"the {self.kind} server {url} was not ready after {limit:g} s (last line of "
                     f"{self._kept_log(url)}: {self.programs[url].tail()}): raise {self.section}.start_timeout_s"
                 )
             time.sleep(POLL_S)

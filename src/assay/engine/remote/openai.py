@@ -1,18 +1,16 @@
 """The engine `openai`: answers of an OpenAI-compatible endpoint, for evaluations and chats.
 
-The endpoint takes messages or text and returns text. A table of texts (`assay.text.messages.TextTable`) stands between
-the ids of requests and completions and the texts of the endpoint. There are no weights and no log-probabilities, so
-this engine cannot train.
+The endpoint takes messages or text and returns text: the `prompt_ids` of a request are messages and texts (see
+`assay.text.messages`), and completions have a text instead of token ids. There are no weights and no log-probabilities,
+so this engine cannot train.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,42 +19,30 @@ from assay.endpoint import Endpoint, EndpointError, Usage
 from assay.engine.base import (
     UNKNOWN_LENGTH,
     Capabilities,
-    Engine,
     EngineInfo,
-    Event,
-    Failed,
     Request,
+    RequestError,
     TokenChunk,
     WeightSource,
 )
-from assay.engine.remote.base import RequestQueue, RunningRequest, cancel_unneeded
-from assay.engine.sequence import Job, display_name, unknown_handle
+from assay.engine.client import SentRequest, ServerEngine
+from assay.engine.sequence import display_name, unknown_handle
 from assay.types import Completion, Finish, Message, UserError
 
 NO_WEIGHTS = "engine openai has no weights and no log-probabilities: it is for assay eval and assay chat"
 
 
-class Texts(Protocol):
-    """What ids stand for; see `assay.text.messages.TextTable`."""
+class OpenAIEngine(ServerEngine):
+    """Every sample is a request of its own; a request whose retries are exhausted fails."""
 
-    def completion_ids(self, text: str, tokens: int = 1) -> list[int]: ...
-
-    def text(self, ids: Sequence[int]) -> str: ...
-
-    def messages(self, ids: Sequence[int]) -> list[Message]: ...
-
-
-class OpenAIEngine(RequestQueue, Engine):
-    """Implements `Engine`. Every sample is a request of its own; a request whose retries are exhausted fails."""
-
-    def __init__(self, model: str, settings: OpenAIConfig, texts: Texts) -> None:
-        self.model, self.settings, self.texts = model, settings, texts
+    def __init__(self, model: str, settings: OpenAIConfig) -> None:
+        self.model, self.settings = model, settings
         self.endpoint = Endpoint(settings, "openai")
         self.loop = self.endpoint.loop
         self.path = "/chat/completions" if settings.api == "chat" else "/completions"
         capabilities = Capabilities(truncated_logprobs=False)
         self.info = EngineInfo(0, UNKNOWN_LENGTH, settings.max_concurrent, torch.float32, capabilities)
-        self._open_queue()
+        self.sent = set()
 
     @property
     def usage(self) -> Usage:
@@ -65,22 +51,6 @@ class OpenAIEngine(RequestQueue, Engine):
 
     # -- the interface
 
-    def add(self, request: Request) -> int:
-        request_id = next(self.next_id)
-        if problem := self._problem(request, request_id):
-            with self.arrived:
-                self.events.append(Failed(request_id, problem))
-            return request_id
-        job = Job(request_id, request, list(request.prompt_ids), request.params.max_new_tokens)
-        running = RunningRequest(job, set(range(request.params.n)))
-        with self.arrived:
-            self.running[request_id] = running
-        self.loop.post(partial(self._start, running))
-        return request_id
-
-    def step(self, wait: bool = True) -> list[Event]:
-        return self._take(wait)
-
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise UserError(NO_WEIGHTS)
 
@@ -88,8 +58,18 @@ class OpenAIEngine(RequestQueue, Engine):
         raise UserError(NO_WEIGHTS)
 
     def close(self) -> None:
-        self.abort(list(self.running))
+        self.end_requests()
         self.endpoint.close()
+
+    # -- the event loop: these run in its thread
+
+    def serve(self, requests: Sequence[SentRequest]) -> None:
+        for sent in requests:
+            if problem := self._problem(sent.request, sent.id):
+                sent.fail(RequestError({sent.id: problem}))
+                continue
+            for sample in sent.unfinished:
+                sent.start([sample], partial(self._serve, sent, sample))
 
     def _problem(self, request: Request, request_id: int) -> str:
         """Why a request cannot be served; empty if it can."""
@@ -102,34 +82,19 @@ class OpenAIEngine(RequestQueue, Engine):
             return f"{name}: an endpoint has no token ids: leave out stop_token_ids and forbidden_token_ids"
         return "" if request.prompt_ids else f"{name}: the prompt is empty"
 
-    # -- the event loop: these run in its thread
-
-    def _start(self, running: RunningRequest) -> None:
-        for sample in sorted(running.samples):
-            running.tasks[sample] = asyncio.ensure_future(self._serve(running, sample))
-
-    async def _serve(self, running: RunningRequest, sample: int) -> None:
-        try:
-            request = running.job.request
-            body = self._body(request, sample)
-            if request.stream:
-                completion = await self._streamed(running, sample, body)
-            else:
-                completion = self._completion(await self.endpoint.post(self.path, body), request.params.stop)
-            self._finish(running, sample, completion, streamed=request.stream)
-        except UserError as error:
-            self._fail(running, str(error))
-        except Exception as error:  # a bug: `step` raises it
-            with self.arrived:
-                self.error = error
-                self.arrived.notify_all()
-            cancel_unneeded(running)
+    async def _serve(self, sent: SentRequest, sample: int) -> None:
+        request = sent.request
+        body = self._body(request, sample)
+        if request.stream:
+            completion = await self._streamed(sent, sample, body)
+        else:
+            completion = self._completion(await self.endpoint.post(self.path, body), request.params.stop)
+        sent.finish(sample, completion, streamed=request.stream)
 
     def _body(self, request: Request, sample: int) -> dict[str, Any]:
-        params, ids = request.params, request.prompt_ids
-        chat = self.settings.api == "chat"
+        params, prompt = request.params, list[Any](request.prompt_ids)
         body: dict[str, Any] = {"model": self.model, "temperature": params.temperature}
-        body |= {"messages": self.texts.messages(ids)} if chat else {"prompt": self.texts.text(ids)}
+        body |= {"messages": conversation(prompt)} if self.settings.api == "chat" else {"prompt": "".join(prompt)}
         body[self.settings.length_field] = params.max_new_tokens
         optional = {
             "top_p": params.top_p if params.top_p < 1 else None,
@@ -144,21 +109,17 @@ class OpenAIEngine(RequestQueue, Engine):
     def _completion(self, answer: dict[str, Any], stops: Sequence[str]) -> Completion:
         choice = self._choice(answer)
         text = self._text(choice, "message") + stopped_by(choice, stops)
-        return self._made(self.texts.completion_ids(text, self.usage.add(answer) or 1), choice)
+        return self._made(text, self.usage.add(answer) or 1, choice)
 
-    async def _streamed(self, running: RunningRequest, sample: int, body: dict[str, Any]) -> Completion:
-        """Request an answer and put a `TokenChunk` for every part of it."""
-        ids: list[int] = []
+    async def _streamed(self, sent: SentRequest, sample: int, body: dict[str, Any]) -> Completion:
+        """Request an answer, and pass on every part of it."""
+        texts: list[Any] = []
         last: dict[str, Any] = {}
         usage: dict[str, Any] = {}
 
-        def put(text: str, tokens: int = 1) -> None:
-            new = self.texts.completion_ids(text, tokens)
-            ids.extend(new)
-            with self.arrived:
-                if sample in running.samples:
-                    self.events.append(TokenChunk(running.job.id, sample, new, [math.nan] * len(new)))
-                    self.arrived.notify_all()
+        def put(text: str) -> None:
+            texts.append(text)
+            sent.put(TokenChunk(sent.id, sample, texts[-1:], []))
 
         def receive(part: dict[str, Any]) -> None:
             if part.get("usage"):
@@ -174,11 +135,9 @@ class OpenAIEngine(RequestQueue, Engine):
         if not last:
             raise self.endpoint.garbage(self.path, usage, "valid 'choices'")
         tokens = self.usage.add(usage)
-        if stop := stopped_by(last, running.job.request.params.stop):
+        if stop := stopped_by(last, sent.request.params.stop):
             put(stop)
-        if (missing := max(tokens or 1, 1) - len(ids)) > 0:
-            put("", missing)  # as many ids as the endpoint counted tokens
-        return self._made(list(ids), last)
+        return self._made("".join(texts), tokens or max(len(texts), 1), last)
 
     def _choice(self, answer: dict[str, Any]) -> dict[str, Any]:
         choices = answer.get("choices")
@@ -194,11 +153,16 @@ class OpenAIEngine(RequestQueue, Engine):
             raise self.endpoint.garbage(self.path, choice, "text")
         return text or ""
 
-    def _made(self, ids: list[int], choice: dict[str, Any]) -> Completion:
+    def _made(self, text: str, tokens: int, choice: dict[str, Any]) -> Completion:
         if choice.get("finish_reason") == "content_filter":
             raise EndpointError(f"the content filter of {self.endpoint.url} withheld the answer")
         finish = Finish.LENGTH if choice.get("finish_reason") == "length" else Finish.STOP
-        return Completion(ids, [math.nan] * len(ids), [math.nan] * len(ids), finish)
+        return Completion([], [], [], finish, text=text, text_tokens=tokens)
+
+
+def conversation(sequence: Sequence[Message | str]) -> list[Message]:
+    """The messages of a sequence; texts in it, which are completions, are messages of the assistant."""
+    return [{"role": "assistant", "content": part} if isinstance(part, str) else part for part in sequence]
 
 
 def stopped_by(choice: dict[str, Any], stops: Sequence[str]) -> str:

@@ -1,26 +1,26 @@
 """Base class of engines whose servers are paused for a weight update, such as vLLM and SGLang.
 
 A paused server returns what it has sampled. `PausableEngine` requests the rest of such a sample afterwards, with the
-new weights. A backend implements `_body`, `_part`, `_publish` and `_check_servers`.
+new weights. A backend implements `_body`, `_part`, `_allocate` and `_check_server`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from assay.engine.base import Capabilities, EngineOptions
 from assay.engine.outputs import StopStrings
-from assay.engine.remote.base import RemoteEngine
+from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import Server, ServerError
 from assay.engine.sequence import Job
-from assay.models.base import PolicyModel
 from assay.types import Completion, Finish
 
 
@@ -36,18 +36,16 @@ class SampledPart:
 
 class PausableEngine(RemoteEngine):
     path: ClassVar[str]  # of requests for samples
+    pause: ClassVar[tuple[str, Any]]  # path and body of the request: running requests return what they have
+    resume: ClassVar[tuple[str, Any]]
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    pauses = True
+    sender: Any  # sends weights: `send(transport, weights, version)`
+    weights_dropped = False  # by a sleep
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        urls: Sequence[str],
-        options: EngineOptions,
-        capabilities: Capabilities,
-        **more: Any,
-    ) -> None:
-        self.stopping = StopStrings(options.decode) if options.decode is not None else None
-        super().__init__(model, urls, options, capabilities, **more)
-        self.gate = self.loop.call(open_gate())  # closed during an update: requests wait
+    @cached_property
+    def stopping(self) -> StopStrings | None:
+        return StopStrings(self.options.decode) if self.options.decode is not None else None
 
     @abstractmethod
     def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
@@ -64,22 +62,24 @@ class PausableEngine(RemoteEngine):
         """Send a request for a sample. `tokens`: see `HttpServers.request`."""
         return await self.post(server, self.path, body, tokens=tokens)
 
-    def _begin_update(self) -> None:
-        self.loop.call(set_gate(self.gate, False))
+    @abstractmethod
+    def _allocate(self, *tags: str) -> None:
+        """Allocate memory that a sleep has released: "weights", "kv_cache"."""
 
-    def _end_update(self) -> None:
-        self.loop.call(set_gate(self.gate, True))
+    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self.call_all("POST", *self.pause)
+        try:
+            self._allocate("weights")
+            self.sender.send(self.transport, weights, version)
+            self._allocate("kv_cache")
+            self._reset_prefix_cache()
+        finally:
+            self.call_all("POST", *self.resume)
+        self.weights_dropped = False
 
-    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
-        return self.path, self._body(self.servers[0], job, samples[0], [])
-
-    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
-        part = self._part(response, job)
-        return [self._end(job, part.token_ids, part.logprobs, [(version, len(part.token_ids))], part.finish, version)]
-
-    async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
-        """Completions; a sample that a weight update interrupts is continued with the new weights."""
-        (sample,) = samples
+    async def _sample(self, batch: SampleBatch) -> None:
+        """A sample that a weight update interrupts is continued with the new weights."""
+        server, job, (sample,) = batch.server, batch.job, batch.samples
         ids: list[int] = []
         logprobs: list[float] = []
         spans: list[tuple[int, int]] = []
@@ -96,7 +96,7 @@ class PausableEngine(RemoteEngine):
             if part.finish is None and len(ids) >= job.limit:
                 part.finish = Finish.LENGTH
             if part.finish is not None:
-                return [self._end(job, ids, logprobs, spans, part.finish, version)]
+                return batch.sent.finish(sample, self._end(job, ids, logprobs, spans, part.finish, version))
             if part.interrupted and version == self.info.version and self.gate.is_set():
                 raise ServerError(
                     f"the {self.kind} server {server.url} aborted a request: does another program control it?"
@@ -108,11 +108,9 @@ class PausableEngine(RemoteEngine):
         ids: list[int],
         logprobs: list[float],
         spans: list[tuple[int, int]],
-        finish: Finish | None,
+        finish: Finish,
         version: int,
     ) -> Completion:
-        if finish is None:
-            raise self.garbage("an unfinished sample")
         params = job.request.params
         if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
             if end < len(ids):
@@ -120,8 +118,8 @@ class PausableEngine(RemoteEngine):
             finish = Finish.STOP
         spans = merged(spans)
         first = spans[0][0] if spans else version
-        more = {"version_spans": tuple(spans)} if len(spans) > 1 else {}
-        return self._completion(job, ids, logprobs, logprobs, finish, first, **more)
+        several = tuple(spans) if len(spans) > 1 else ()
+        return self._checked(Completion(ids, logprobs, list(logprobs), finish, first, version_spans=several), job)
 
 
 def sample_seed(seed: int, sample: int, position: int) -> int:
@@ -156,13 +154,3 @@ def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             count += result.pop()[1]
         result.append((version, count))
     return result
-
-
-async def open_gate() -> asyncio.Event:
-    gate = asyncio.Event()
-    gate.set()
-    return gate
-
-
-async def set_gate(gate: asyncio.Event, is_open: bool) -> None:
-    gate.set() if is_open else gate.clear()

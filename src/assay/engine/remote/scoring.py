@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from assay.config import ReferenceServerConfig
 from assay.endpoint import Endpoint
 from assay.engine.remote.assay.wire import FLOATS, IDS, pack, unpack
+from assay.engine.remote.http import logprob_problem
 from assay.types import UserError
 
 TOKENS = 1 << 16  # per request, unless a sequence is longer
-ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 
 class ScoringClient:
@@ -38,38 +37,47 @@ class ScoringClient:
         return [scores for part in parts for scores in part]
 
     async def _score_assay(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        path, body = "/engine/score", {"sequences": [pack(one, IDS) for one in sequences]}
-        answer = await self.endpoint.post(path, {**body, "temperature": self.temperature})
-        try:
-            scores = [unpack(one, FLOATS) for one in answer["scores"]]
-        except (LookupError, TypeError, ValueError):
-            raise self.endpoint.garbage(path, answer, "log-probabilities") from None
-        return self._checked(path, answer, scores, sequences)
+        body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": self.temperature}
+        return await self._ask("/engine/score", body, sequences, unpacked_scores)
 
     async def _score_vllm(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await asyncio.gather(*map(self._score_one, sequences))
+        async def score(sequence: Sequence[int]) -> list[float]:
+            ids = [int(token) for token in sequence]
+            path, body = "/v1/completions", prompt_body(ids)
+            (scores,) = await self._ask(path, body, [ids], lambda answer: [prompt_scores(answer, ids)])
+            return scores
 
-    async def _score_one(self, sequence: Sequence[int]) -> list[float]:
-        path, ids = "/v1/completions", [int(token) for token in sequence]
-        body = {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        return await asyncio.gather(*map(score, sequences))
+
+    async def _ask(
+        self, path: str, body: Any, sequences: Sequence[Sequence[int]], parse: Callable[[Any], list[list[float]]]
+    ) -> list[list[float]]:
+        """The scores in an answer, if there is a valid log-probability for each token but the first."""
         answer = await self.endpoint.post(path, body)
         try:
-            rows = answer["choices"][0]["prompt_logprobs"]
-            scores = [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
+            scores = parse(answer)
+            valid = not any(logprob_problem(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True))
         except (LookupError, TypeError, ValueError):
-            raise self.endpoint.garbage(path, answer, "log-probabilities of the prompt") from None
-        return self._checked(path, answer, [scores], [ids])[0]
-
-    def _checked(
-        self, path: str, answer: Mapping[str, Any], scores: list[list[float]], sequences: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        """The scores, if there is one valid log-probability for each token but the first of each sequence."""
-        if [len(one) for one in scores] != [len(ids) - 1 for ids in sequences]:
-            raise self.endpoint.garbage(path, answer, "log-probability for each token but the first")
-        for value in (value for one in scores for value in one):
-            if type(value) not in (int, float) or not math.isfinite(value) or value > ROUNDING:
-                raise self.endpoint.garbage(path, answer, "valid log-probabilities")
+            valid = False
+        if not valid:
+            raise self.endpoint.garbage(path, answer, "valid log-probabilities for all tokens but the first")
         return scores
+
+
+def prompt_body(ids: Sequence[int]) -> dict[str, Any]:
+    """The request for the log-probabilities of given tokens to vLLM, at /v1/completions."""
+    return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+def prompt_scores(answer: Any, ids: Sequence[int]) -> list[float]:
+    """The log-probabilities of all tokens but the first in an answer of vLLM."""
+    rows = answer["choices"][0]["prompt_logprobs"]
+    return [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
+
+
+def unpacked_scores(answer: Any) -> list[list[float]]:
+    """The log-probabilities in an answer of `assay serve`."""
+    return [unpack(one, FLOATS) for one in answer["scores"]]
 
 
 def batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,6 +41,7 @@ from assay.types import UserError, plural
 CHECKS = 4  # questions about a server's health within the time limit of an answer
 LONGEST_PAUSE_S = 5.0  # between two of these questions
 UNHEALTHY = 2  # answers with an error, one after the other, after which a server is retired
+LATE = 1.5  # times the time limit, after which an answer is not late because of the server
 JOIN_S = 2.0  # time limit of a retired server's answer, so that servers that stay away do not delay updates
 PROVED = range(2, 18)  # tokens whose log-probabilities are compared
 PROOF_LIMIT = 0.1  # largest root mean square difference in nats; other weights cause far more
@@ -92,17 +94,40 @@ class SupervisedServers(HttpServers):
     def _join(self, server: Server) -> None:
         """Bring a server that was retired into the state of the others, which may sleep."""
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        """For each sequence, the log-probabilities of all tokens but the first, which the caller checks."""
         raise UserError(f"{self.kind} servers do not report log-probabilities of given tokens (capability score)")
 
     def _checked_score(
         self, server: Server, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
-        """`_score`, if the server returned one valid log-probability per token but the first of each sequence."""
-        scores = self._score(server, sequences, temperature)
+        scores = self.loop.call(self.guarded(server, self._score(server, sequences, temperature)))
         if len(scores) != len(sequences):
             raise self.garbage("not one list of log-probabilities per sequence")
         return [self.valid_logprobs(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True)]
+
+    def score_anywhere(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        while True:
+            self.require(self.serving())
+            with self._retiring(server := self.least_busy()):
+                return self._checked_score(server, sequences, temperature)
+
+    def score_everywhere(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        """By URL, without servers that fail."""
+        scores: dict[str, list[list[float]]] = {}
+        for server in self.serving():
+            with self._retiring(server):
+                scores[server.url] = self._checked_score(server, sequences)
+        return self.require(scores)
+
+    @contextmanager
+    def _retiring(self, server: Server) -> Iterator[None]:
+        """Retire a server that fails; raise its error if that is not possible."""
+        try:
+            yield
+        except ServerError as error:
+            if not self.retire(server, str(error), is_lost(error)):
+                raise
 
     def _proof(self, server: Server) -> Any:
         """What shows the weights of a server: scores of fixed tokens, or something that must be equal exactly."""
@@ -170,11 +195,14 @@ class SupervisedServers(HttpServers):
         unhealthy: dict[Server, int] = {}
 
         async def ask(server: Server) -> None:
+            asked = time.monotonic()
             try:
                 await self.request(server, "GET", self.health_path, timeout_s=self.health_timeout_s, is_json=False)
                 unhealthy[server] = 0
             except (ServerUnreachable, ServerSilent) as error:
-                self.retire(server, str(error), gone=True)
+                # If the event loop itself was held up meanwhile, an answer may be there that was not read in time.
+                if time.monotonic() - asked < LATE * self.health_timeout_s:
+                    self.retire(server, str(error), gone=True)
             except (ServerFailed, ServerBusy) as error:
                 unhealthy[server] = unhealthy.get(server, 0) + 1
                 if unhealthy[server] >= UNHEALTHY:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from assay.config import ServerConfig
-from assay.endpoint import key_of
-from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Event, Failed, Finished, WeightSource
+from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Failed, Finished, WeightSource
 from assay.engine.remote.assay.servers import LaunchedAssay
-from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_from_json, pack, request_to_json, unpack
-from assay.engine.remote.base import RemoteEngine, RunningRequest
+from assay.engine.remote.assay.wire import IDS, WireError, event_from_json, pack, request_to_json
+from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import (
     Server,
     ServerBusy,
@@ -30,9 +29,8 @@ from assay.engine.remote.http import (
     shortened,
 )
 from assay.engine.remote.launch import SaveTokenizer
-from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.scoring import unpacked_scores
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
-from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.types import Completion, UserError
 
@@ -41,7 +39,8 @@ CAPABILITIES = replace(ALL_CAPABILITIES, handles=False)
 
 
 class AssayEngine(RemoteEngine):
-    kind, section = "assay", "server"
+    kind, section, extra = "assay", "server", "serve"
+    launcher = LaunchedAssay
     start_advice = "start `assay serve MODEL --allow-updates` there"
     splits_samples = False  # the samples of a request share its prompt
 
@@ -55,21 +54,8 @@ class AssayEngine(RemoteEngine):
         """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
         opts = EngineOptions(**options)
         self.settings = settings or ServerConfig()
-        ranks = Ranks(opts.group)
-        launched = LaunchedAssay(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = (
-            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
-            if self.settings.urls
-            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
-        )
-        # Of the event loop: requests that were added since the last step, and batches of requests by id.
-        self.queued: list[RunningRequest] = []
-        self.batches: dict[int, list[Any]] = {}
-        self.steps = 0  # running calls of `step`
         self.newest_version = -1  # of the weights that this engine has sent or is sending
-        self.largest_batch = min(opts.max_batch, allowed_connections() // len(urls))  # each has its own connection
-        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
-        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
+        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
 
     # -- start
 
@@ -138,57 +124,27 @@ class AssayEngine(RemoteEngine):
 
     # -- requests
 
-    def step(self, wait: bool = True) -> list[Event]:
-        self.loop.post(self._begin_step)
-        try:
-            return super().step(wait)
-        finally:
-            self.loop.post(self._end_step)
-
-    def _start(self, running: RunningRequest) -> None:
-        """Requests that are added between two steps are sent as a batch, which the server's engine starts together."""
-        self.queued.append(running)
-        if self.steps:
-            self._send_queued()
-
-    def _begin_step(self) -> None:
-        self.steps += 1
-        self._send_queued()
-
-    def _end_step(self) -> None:
-        self.steps -= 1
-
-    def _send_queued(self) -> None:
-        queued, self.queued = [running for running in self.queued if running.samples], []
-        ids: dict[str, list[int]] = {}  # of requests by server
-        for running in queued:
-            server = self.least_busy()
-            ids.setdefault(server.url, []).append(running.job.id)
-            super()._start(running)
-        for batch in ids.values():
-            if 1 < len(batch) <= self.largest_batch:
+    def _started(self, batches: Sequence[SampleBatch]) -> None:
+        """Requests that were submitted together are named a batch, which the server's engine starts together."""
+        by_server: dict[Server, list[SampleBatch]] = {}
+        for batch in batches:
+            by_server.setdefault(batch.server, []).append(batch)
+        largest = min(self.options.max_batch, allowed_connections() // len(self.all_servers))
+        for together in by_server.values():
+            if 1 < len(together) <= largest:
                 name = secrets.token_hex(8)
-                self.batches |= {one: [name, index, len(batch)] for index, one in enumerate(batch)}
+                for index, batch in enumerate(together):
+                    batch.label = [name, index, len(together)]
 
-    def _payload(self, job: Job, samples: Sequence[int]) -> tuple[str, dict[str, Any]]:
+    async def _sample(self, batch: SampleBatch) -> None:
+        """Completions arrive one by one."""
+        server, job, version = batch.server, batch.job, self.info.version
         params = replace(job.request.params, max_new_tokens=job.limit)  # the server may allow longer sequences
         request = replace(job.request, prompt_ids=job.tokens, params=params, keep=False, stream=False)
-        return GENERATE, request_to_json(request)
-
-    def _parse(self, response: Any, job: Job, samples: Sequence[int], version: int) -> list[Completion]:
-        """`response`: completions by sample."""
-        if missing := [sample for sample in samples if sample not in response]:
-            raise ServerUnreachable(f"a server has ended a response before sample {missing[0]} was finished")
-        return [response[sample] for sample in samples]
-
-    async def _generate(self, server: Server, job: Job, samples: Sequence[int]) -> list[Completion]:
-        """Completions arrive one by one, and each has its event at once."""
-        path, payload = self._payload(job, samples)
-        payload["batch"] = self.batches.pop(job.id, None)  # a request that is sent again does not wait for others
-        version = self.info.version
-        completions: dict[int, Completion] = {}
-        unfinished = set(range(job.request.params.n))
-        answer = self.post_for_lines(server, path, payload, len(unfinished) * job.max_length)
+        body = {**request_to_json(request), "batch": batch.label}
+        batch.label = None  # a request that is sent again does not wait for others
+        missing = set(range(params.n))
+        answer = self.post_for_lines(server, GENERATE, body, params.n * job.max_length)
         async with aclosing(answer) as trees:
             async for tree in trees:
                 try:
@@ -197,17 +153,15 @@ class AssayEngine(RemoteEngine):
                     raise self.garbage(str(error)) from None
                 if isinstance(event, Failed):
                     raise UserError(shortened(event.error.removeprefix(f"{job.name}: ")))
-                if not isinstance(event, Finished) or event.sample not in unfinished:
+                if not isinstance(event, Finished) or event.sample not in missing:
                     raise self.garbage("an event that is not the end of an unfinished sample")
-                unfinished.remove(event.sample)
-                completion = self._checked(server, job, event.completion, version)
-                completions[event.sample] = completion
-                running = self.running.get(job.id)
-                if running is not None:
-                    self._finish(running, event.sample, completion)
-        return self._parse(completions, job, samples, version)
+                missing.remove(event.sample)
+                self._check_versions(server, event.completion, version)
+                batch.sent.finish(event.sample, self._checked(event.completion, job))
+        if missing:
+            raise ServerUnreachable(f"a server has ended a response before sample {min(missing)} was finished")
 
-    def _checked(self, server: Server, job: Job, completion: Completion, version: int) -> Completion:
+    def _check_versions(self, server: Server, completion: Completion, version: int) -> None:
         if completion.oldest_version < version:
             raise ServerStale(
                 f"{server.url} has sampled with weights of version {completion.oldest_version}, not {version}: it was "
@@ -219,17 +173,6 @@ class AssayEngine(RemoteEngine):
                 f"{server.url} has sampled with weights of version {newest}, but this run has sent only versions up to "
                 f"{self.newest_version}: another run uses it; start a server for each run"
             )
-        return self._completion(
-            job,
-            completion.token_ids,
-            completion.engine_logprobs,
-            completion.sampling_logprobs,
-            completion.finish,
-            completion.version,
-            kept_mass=completion.kept_mass,
-            entropy=completion.entropy,
-            version_spans=completion.version_spans,
-        )
 
     # -- the rest
 
@@ -260,11 +203,11 @@ class AssayEngine(RemoteEngine):
             body = {"transport": "folder", "path": str(folder), "version": version}
             self.call_all("POST", "/engine/weights", body)
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": temperature}
-        answer = self.call(server, "POST", "/engine/score", body, tokens=sum(map(len, sequences)))
+        answer = await self.post(server, "/engine/score", body, tokens=sum(map(len, sequences)))
         with self.reading("no scores"):
-            return [unpack(one, FLOATS) for one in answer["scores"]]
+            return unpacked_scores(answer)
 
     def _fingerprint(self) -> str | None:
         texts = self._fingerprints()

@@ -7,8 +7,6 @@ import sys
 
 import torch
 
-from assay.config import ServerConfig
-from assay.engine.base import EngineOptions
 from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.engine.remote.server_side import KEY
 from assay.models.base import PolicyModel
@@ -18,10 +16,6 @@ from assay.types import UserError
 
 class LaunchedAssay(LaunchedServers):
     kind, section = "assay", "server"
-
-    def __init__(self, settings: ServerConfig, options: EngineOptions) -> None:
-        super().__init__(settings, options)
-        self.settings = settings
 
     def _check(self, model: PolicyModel) -> None:
         if not isinstance(model, Decoder):

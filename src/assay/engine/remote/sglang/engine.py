@@ -9,35 +9,30 @@ and min_p, unless a server has SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environme
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from assay.config import SGLangConfig
-from assay.endpoint import key_of
-from assay.engine.base import Capabilities, EngineOptions, Event
+from assay.engine.base import Capabilities, EngineOptions
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
-from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.sglang.servers import MARGIN, LaunchedSGLang
 from assay.engine.remote.sglang.weights import SGLangSender, SGLangServer
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import spec_to_hf
-from assay.types import Finish, UserError, missing_extra
+from assay.types import Finish, UserError
 
 GENERATE = "/generate"
 LOWEST_TEMPERATURE = 1e-6  # SGLang samples greedily below
 FORBIDDEN_BIAS = -1e9
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_TOKEN = 2**31 - 1  # not in any vocabulary
 IDLE_S = 60  # time limit for requests that were aborted to leave the batch
 MEMORY = ["kv_cache", "weights"]  # what a sleep releases
@@ -48,6 +43,8 @@ CAPABILITIES = Capabilities(temperature_logprobs=True, truncated_logprobs=False,
 class SGLangEngine(PausableEngine):
     health_path = "/model_info"  # /health samples a token, which a server that is paused or sleeps cannot
     kind, section, path = "SGLang", "sglang", GENERATE
+    pause, resume = ("/pause_generation", {"mode": "abort"}), ("/continue_generation", dict[str, Any]())
+    launcher = LaunchedSGLang
     start_advice = "start an SGLang server there"
 
     def __init__(
@@ -60,25 +57,12 @@ class SGLangEngine(PausableEngine):
         """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
         opts = EngineOptions(**options)
         self.settings = settings or SGLangConfig()
-        if opts.dtype not in DTYPES:
-            raise UserError("SGLang has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
-        if importlib.util.find_spec("httpx") is None:
-            raise missing_extra("engine sglang", "sglang")
-        ranks = Ranks(opts.group)
-        launched = LaunchedSGLang(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = (
-            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
-            if self.settings.urls
-            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
-        )
         self.architecture = architecture_of(model)
         self.served: dict[str, SGLangServer] = {}  # by URL
         self.sender = SGLangSender(self, self.served)
-        self.weights_dropped = False  # by a sleep
         self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
-        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
-        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
+        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
 
     # -- start
 
@@ -94,15 +78,15 @@ class SGLangEngine(PausableEngine):
         self.served[server.url] = served
 
     def _join(self, server: Server) -> None:
-        self.call(server, "POST", "/continue_generation", {})
+        self.call(server, "POST", *self.resume)
         self._check_vocabulary(server)
         if self.released:
-            self.call(server, "POST", "/pause_generation", {"mode": "abort"})
+            self.call(server, "POST", *self.pause)
             self.call(server, "POST", "/release_memory_occupation", {"tags": sorted(self.released)})
 
     def _prepare(self) -> None:
         """Choose the transport, and continue servers that an earlier run has left paused."""
-        self.call_all("POST", "/continue_generation", {})
+        self.call_all("POST", *self.resume)
         for server in self.servers:
             self._check_vocabulary(server)
         device, dtype = torch.device(self.options.device), self.options.dtype
@@ -209,7 +193,7 @@ class SGLangEngine(PausableEngine):
                 "another run uses it"
             )
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
             raise UserError("SGLang scores given tokens at temperature 1 only")
 
@@ -225,30 +209,7 @@ class SGLangEngine(PausableEngine):
                     raise ValueError
                 return [row[0] for row in rows[1:]]
 
-        async def score_all() -> list[list[float]]:
-            return await asyncio.gather(*(score(sequence) for sequence in sequences))
-
-        return self.loop.call(score_all())
-
-    # -- weights
-
-    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        assert self.transport is not None
-        with self._paused():
-            self._resume("weights")
-            self.sender.send(self.transport, weights, version)
-            self._resume("kv_cache")
-            self._reset_prefix_cache()
-        self.weights_dropped = False
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Requests that are running return what they have, and are continued by `_generate`."""
-        self.call_all("POST", "/pause_generation", {"mode": "abort"})
-        try:
-            yield
-        finally:
-            self.call_all("POST", "/continue_generation", {})
+        return await asyncio.gather(*map(score, sequences))
 
     # -- memory
 
@@ -259,13 +220,13 @@ class SGLangEngine(PausableEngine):
                 "or switch the setting off"
             )
         # SGLang ends if it has requests when it releases memory, or gets one afterwards; while it is paused, they wait.
-        self.call_all("POST", "/pause_generation", {"mode": "abort"})
+        self.call_all("POST", *self.pause)
         self._reset_prefix_cache()
         self.call_all("POST", "/release_memory_occupation", {"tags": MEMORY})
         self.released = set(MEMORY)
         self.weights_dropped = not all(served.info.get("enable_weights_cpu_backup") for served in self.served.values())
 
-    def _resume(self, *tags: str) -> None:
+    def _allocate(self, *tags: str) -> None:
         """Allocate memory that was released. SGLang ends if memory is to be resumed that was not released."""
         if wanted := [tag for tag in tags if tag in self.released]:
             self.call_all("POST", "/resume_memory_occupation", {"tags": wanted})
@@ -277,13 +238,13 @@ class SGLangEngine(PausableEngine):
                 "the servers have dropped their weights: update them before sampling, or start servers with "
                 "--enable-weights-cpu-backup (sglang.keep_weights = true)"
             )
-        self._resume(*MEMORY)
-        self.call_all("POST", "/continue_generation", {})
+        self._allocate(*MEMORY)
+        self.call_all("POST", *self.resume)
 
-    def _step(self, wait: bool) -> list[Event]:
-        if self.asleep and self.running and self.ranks.world is not None:  # only the main rank knows what is released
+    async def _wake_servers(self) -> None:
+        if self.ranks.world is not None:  # only the main rank knows what is released
             raise UserError("SGLang servers of several processes sleep: update weights or call wake before sampling")
-        return super()._step(wait)
+        await super()._wake_servers()
 
     def _reset_prefix_cache(self) -> None:
         self.call_all("POST", f"/flush_cache?timeout={IDLE_S}", is_json=False)
@@ -291,8 +252,8 @@ class SGLangEngine(PausableEngine):
     def close(self) -> None:
         if self.released and self.launched is None:
             with suppress(ServerError):  # the next run cannot find out that they sleep
-                self._resume(*MEMORY)
-                self.call_all("POST", "/continue_generation", {}, timeout_s=60)
+                self._allocate(*MEMORY)
+                self.call_all("POST", *self.resume, timeout_s=60)
         super().close()
 
 

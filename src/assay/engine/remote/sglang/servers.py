@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from assay.config import SGLangConfig
-from assay.engine.base import EngineOptions
 from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
 from assay.engine.remote.nodes import write_object
 from assay.models.base import PolicyModel
@@ -18,10 +16,6 @@ MARGIN = 16  # tokens of the context that SGLang does not use: whole sequences a
 
 class LaunchedSGLang(LaunchedServers):
     kind, section = "SGLang", "sglang"
-
-    def __init__(self, settings: SGLangConfig, options: EngineOptions) -> None:
-        super().__init__(settings, options)
-        self.settings = settings
 
     def _check(self, model: PolicyModel) -> None:
         self.python = interpreter(self.settings, self.section, self.kind)

@@ -11,9 +11,7 @@ truncated; the other modes report it before the temperature, which cannot be con
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +19,11 @@ import torch
 from torch import Tensor
 
 from assay.config import VLLMConfig
-from assay.endpoint import key_of
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable, shortened
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
-from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.scoring import prompt_body, prompt_scores
 from assay.engine.remote.vllm.servers import LaunchedVLLM
 from assay.engine.remote.vllm.weights import ServedModel, WeightSender
 from assay.engine.remote.vllm.worker import EXTENSION
@@ -34,13 +31,12 @@ from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of
-from assay.types import Finish, UserError, missing_extra
+from assay.types import Finish, UserError
 
 COMPLETIONS = "/v1/completions"
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
 FORBIDDEN_BIAS = -100.0
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 CAPABILITIES = Capabilities(
@@ -53,6 +49,8 @@ CAPABILITIES = Capabilities(
 
 class VLLMEngine(PausableEngine):
     kind, section, path = "vLLM", "vllm", COMPLETIONS
+    pause, resume = ("/pause?mode=abort", None), ("/resume", None)
+    launcher = LaunchedVLLM
     start_advice = "start a vLLM server there"
 
     def __init__(
@@ -65,25 +63,12 @@ class VLLMEngine(PausableEngine):
         """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
         opts = EngineOptions(**options)
         self.settings = settings or VLLMConfig()
-        if opts.dtype not in DTYPES:
-            raise UserError("vLLM has no float64: set engine.dtype to float32 or bfloat16, or use another engine")
-        if importlib.util.find_spec("httpx") is None:
-            raise missing_extra("engine vllm", "vllm")
-        ranks = Ranks(opts.group)
-        launched = LaunchedVLLM(self.settings, opts) if not self.settings.urls and ranks.is_main else None
-        urls, key = (
-            (self.settings.urls, key_of(self.settings.api_key_env, self.section))
-            if self.settings.urls
-            else ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
-        )
         self.tied = isinstance(model, Decoder) and model.spec.tied
         self.models: dict[str, ServedModel] = {}  # by URL
         self.sender = WeightSender(self, self.models)
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
-        self.weights_dropped = False  # by a sleep of level 2
-        limits = self.settings.model_dump(include={"timeout_s", "health_timeout_s", "recover_s"})
-        super().__init__(model, urls, opts, CAPABILITIES, **limits, api_key=key, ranks=ranks, launched=launched)
+        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
 
     # -- start
 
@@ -98,7 +83,7 @@ class VLLMEngine(PausableEngine):
         self._check_vocabulary(server)
 
     def _join(self, server: Server) -> None:
-        self.call(server, "POST", "/resume")
+        self.call(server, "POST", *self.resume)
         if self.asleep:
             self.call(server, "POST", f"/sleep?level={self.settings.sleep_level}")
 
@@ -147,7 +132,7 @@ class VLLMEngine(PausableEngine):
         """Choose the transport, and resume servers that an earlier run has left paused or asleep."""
         if self._asleep():
             self.call_all("POST", "/wake_up")
-        self.call_all("POST", "/resume")
+        self.call_all("POST", *self.resume)
         device, dtype = torch.device(self.options.device), self.options.dtype
         self.transport = self.sender.choose_transport(self.settings, device, dtype, self.size)
 
@@ -192,23 +177,18 @@ class VLLMEngine(PausableEngine):
             raise self.garbage(f"the finish reason {shortened(reason, 30)!r}")
         return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
 
-    def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
             raise UserError("vLLM scores given tokens at temperature 1 only")
         name = self.models[server.url].name
 
         async def score(sequence: Sequence[int]) -> list[float]:
             ids = [int(token) for token in sequence]
-            body = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            answer = await self.post(server, COMPLETIONS, body, tokens=len(ids))
+            answer = await self.post(server, COMPLETIONS, {"model": name, **prompt_body(ids)}, tokens=len(ids))
             with self.reading("no log-probabilities of the prompt"):
-                rows = answer["choices"][0]["prompt_logprobs"]
-                return [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
+                return prompt_scores(answer, ids)
 
-        async def score_all() -> list[list[float]]:
-            return await asyncio.gather(*(score(sequence) for sequence in sequences))
-
-        return self.loop.call(score_all())
+        return await asyncio.gather(*map(score, sequences))
 
     # -- weights
 
@@ -227,24 +207,12 @@ class VLLMEngine(PausableEngine):
                 shapes[name] = tuple(weight.shape)
                 yield name, weight
 
-        with self._paused():
-            if self.asleep:
-                self.call_all("POST", "/wake_up?tags=weights")
-            assert self.transport is not None
-            self.sender.send(self.transport, recorded(), version)
-            if self.asleep:
-                self.call_all("POST", "/wake_up?tags=kv_cache")
-            self._reset_prefix_cache()
-        self.published, self.weights_dropped = shapes, False
+        super()._publish(recorded(), version)
+        self.published = shapes
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Requests that are running return what they have, and are continued by `_generate`."""
-        self.call_all("POST", "/pause?mode=abort")
-        try:
-            yield
-        finally:
-            self.call_all("POST", "/resume")
+    def _allocate(self, *tags: str) -> None:
+        for tag in tags if self.asleep else ():
+            self.call_all("POST", f"/wake_up?tags={tag}")
 
     def digests(self) -> dict[str, str] | None:
         """Digest of each served weight by its Hugging Face name; None if a server cannot compute them.
@@ -285,7 +253,7 @@ class VLLMEngine(PausableEngine):
             raise UserError("the weights were dropped by vllm.sleep_level = 2: update them before sampling, or use 1")
         if self._asleep():
             self.call_all("POST", "/wake_up")
-        self.call_all("POST", "/resume")
+        self.call_all("POST", *self.resume)
 
     def _asleep(self) -> bool:
         return any(self.field(answer, "is_sleeping", bool) for answer in self.call_all("GET", "/is_sleeping"))

@@ -7,8 +7,6 @@ import os
 
 import torch
 
-from assay.config import VLLMConfig
-from assay.engine.base import EngineOptions
 from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
 from assay.engine.remote.server_side import KEY
 from assay.engine.remote.vllm.access import MIDDLEWARE
@@ -18,10 +16,6 @@ from assay.models.base import PolicyModel
 
 class LaunchedVLLM(LaunchedServers):
     kind, section = "vLLM", "vllm"
-
-    def __init__(self, settings: VLLMConfig, options: EngineOptions) -> None:
-        super().__init__(settings, options)
-        self.settings = settings
 
     def _check(self, model: PolicyModel) -> None:
         self.python = interpreter(self.settings, self.section, self.kind)
