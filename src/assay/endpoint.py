@@ -14,11 +14,12 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from itertools import cycle
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from assay.config import EndpointConfig
@@ -27,6 +28,7 @@ from assay.types import UserError, describe_error, hide_credentials, missing_ext
 T = TypeVar("T")
 CONNECT_S = 10.0  # time limit of opening a connection
 KEEP_ALIVE_S = 2.0  # idle connections are closed after this; servers close theirs after 5 s or more
+POOLS = 64  # of connections; see `SpreadTransport`
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0  # between two attempts: doubled each time, up to the maximum
 MAX_RETRY_AFTER_S = 600.0  # an endpoint that asks for a longer pause is not waited for
 RETRIED = (408, 425, 429)  # and all from 500 on
@@ -272,9 +274,44 @@ def new_client(url: str, api_key: str, proxies: bool = True) -> Any:
     base = httpx.URL(url)
     auth = httpx.BasicAuth(base.username, base.password) if base.userinfo else None
     base = base.copy_with(userinfo=b"")
+    transport = None
+    if not proxies:
+        context = httpx.create_ssl_context(trust_env=False)
+        pools = [httpx.AsyncHTTPTransport(context, trust_env=False, limits=limits) for _ in range(POOLS)]
+        transport = SpreadTransport(pools)
     return httpx.AsyncClient(
-        base_url=base, auth=auth, headers=headers, limits=limits, trust_env=proxies, timeout=timeout
+        base_url=base,
+        auth=auth,
+        headers=headers,
+        limits=limits,
+        trust_env=proxies,
+        timeout=timeout,
+        transport=transport,  # type: ignore[arg-type]
     )
+
+
+class SpreadTransport:
+    """A transport of httpx that spreads requests over several pools of connections.
+
+    The time that a pool takes per request grows with the number of its connections: with 256 of them, a request took
+    4.5 ms of CPU time with one pool, and 1.4 ms with 64.
+    """
+
+    def __init__(self, pools: Sequence[Any]) -> None:
+        self._pools, self._turns = pools, cycle(pools)
+
+    async def handle_async_request(self, request: Any) -> Any:
+        return await next(self._turns).handle_async_request(request)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        for pool in self._pools:
+            await pool.aclose()
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,10 @@ def test_rollouts_round_trip(written: list[Group]) -> None:
         assert read_rollouts(Path(folder), 12) == written
 
 
-# Fields that are not saved: a position in an engine, a demonstration for SFT, and inputs of a critic, which cannot be
-# combined with replay and which are computed after the groups of an asynchronous run leave the queue.
-NOT_SAVED = {"Completion.handle", "Prompt.episode", "Rollout.inputs"}
+# Fields that are not saved: a position in an engine, the text of an endpoint without tokens (`Turn.text` has it), a
+# demonstration for SFT, and inputs of a critic, which cannot be combined with replay and which are computed after the
+# groups of an asynchronous run leave the queue.
+NOT_SAVED = {"Completion.handle", "Completion.text", "Completion.text_tokens", "Prompt.episode", "Rollout.inputs"}
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

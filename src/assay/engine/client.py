@@ -409,8 +409,7 @@ class SentRequest(Submitted):
             self.fail(error)
 
     def _call(self, work: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop of the client is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(work, *arguments)
+        self.client.call(self.loop, partial(work, *arguments))
 
     # -- in the event loop of the client
 
@@ -472,6 +471,8 @@ class ServerClient(EngineClient):
         self.leads = engine.leads
         self._ids = count()
         self._unsent: list[SentRequest] = []
+        self._calls: list[Callable[[], None]] = []  # from other threads
+        self._lock = threading.Lock()  # guards the list
 
     @property
     def info(self) -> EngineInfo:
@@ -497,6 +498,21 @@ class ServerClient(EngineClient):
                 future.cancel()
             self._forget(sent)
             self.engine.loop.post(sent.cancel_unneeded)
+
+    def call(self, loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+        """Call a function in the event loop of the client, together with others that are passed until then."""
+        with self._lock:
+            self._calls.append(work)
+            is_first = len(self._calls) == 1
+        if is_first:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._make_calls)
+
+    def _make_calls(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, []
+        for work in calls:
+            work()
 
     def _send(self) -> None:
         unsent, self._unsent = [sent for sent in self._unsent if not sent.finished], []
