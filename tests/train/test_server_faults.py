@@ -34,7 +34,7 @@ import os, time
 
 def reward(completion, answer):
     if os.path.exists(os.path.join(os.path.dirname(__file__), "hold")):
-        time.sleep(0.06)
+        time.sleep(0.15)
     return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
 """
 GARBAGE = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nnonsense!"
