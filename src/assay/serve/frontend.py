@@ -8,6 +8,7 @@ events of an engine step as one message. The kernel distributes connections over
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import os
 import socket
@@ -167,6 +168,8 @@ def listeners_of(listener: socket.socket, number: int) -> list[socket.socket]:
 def serve(engine: Engine, serving: Serving, listener: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM; must be called in the main thread."""
     run = run_with_frontends if serving.cfg.frontends else run_server
+    gc.collect()
+    gc.freeze()  # modules and weights stay: collections that many requests cause need not look at them
     try:
         asyncio.run(run(engine, serving, listener))
     finally:
