@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import process_tree
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing
@@ -185,5 +186,5 @@ def test_a_rank_whose_launcher_was_killed_ends(ranks: Ranks) -> None:
     ranks.store.wait(["assay/beat/0"])
     (rank,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{rank}/stat").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text())
+    assert process_tree.ended([int(rank)], within=60)
     assert "assay: the launcher of rank 0 has ended: stopping" in ranks.said(0)
