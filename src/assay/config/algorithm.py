@@ -75,8 +75,6 @@ class PolicyGradientConfig(Section):
 
 
 class ImportanceConfig(Section):
-    renamed: ClassVar = {"rescore": "recompute_logprobs"}
-
     recompute_logprobs: bool = False
     """importance ratios use log-probabilities that the trainer computes before the first update, not the engine's"""
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None

@@ -202,7 +202,7 @@ def assemble(
     for cause in diagnose_settings(complete, policy.parameter_count):
         console.warn(str(cause))
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
-        tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.recompute)
+        tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = components.build_demonstrations(cfg, renderer, console)
     splits = {"train": train} | {label.partition(":")[2]: prompts for label, prompts in evaluations.items()}

@@ -169,8 +169,9 @@ def check_collector(
     new_tokens = cfg.sampling.max_new_tokens
     if longest := max(check_prompt_lengths(collector, prompts, new_tokens, context) for prompts in splits):
         console.warn(
-            f"engine.memory holds keys and values of {collector.engine.info.max_length - 1} tokens, and prompts have "
-            f"up to {longest}: longer answers are cut off; raise engine.memory, or lower sampling.max_new_tokens"
+            f"engine.kv_cache_gib holds keys and values of {collector.engine.info.max_length - 1} tokens, and prompts "
+            f"have up to {longest}: longer answers are cut off; raise engine.kv_cache_gib, or lower "
+            "sampling.max_new_tokens"
         )
 
 

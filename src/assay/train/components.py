@@ -294,12 +294,13 @@ def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, rec
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
     """Set up compilation and activation recomputation for training."""
     if not isinstance(policy, Decoder):
-        if cfg.recompute or cfg.compile == "on":
+        if cfg.activation_checkpointing or cfg.compile == "on":
             raise UserError(
-                "train.recompute and train.compile are not for models that run through transformers: remove them"
+                "train.activation_checkpointing and train.compile are not for models that run through transformers: "
+                "remove them"
             )
         return
-    policy.recompute = cfg.recompute
+    policy.recompute = cfg.activation_checkpointing
     if policy.quantized:
         if cfg.compile == "on":
             raise UserError("train.compile does not work with lora.quantize: remove one of them")
@@ -348,7 +349,7 @@ def build_engine(
     from assay.engine import make_engine
 
     device, engine = device or policy.device, cfg.engine
-    options = {"max_batch", "memory", "prefill_tokens", "sleep_while_training", "kv_on_update"}
+    options = {"max_batch", "kv_cache_gib", "prefill_tokens", "sleep_while_training", "kv_on_update"}
     return make_engine(
         custom_backend(engine.name) if is_custom_backend(engine) else engine.name,
         policy,

@@ -109,13 +109,15 @@ def problems_needed(count: int, gained: int, lost: int, difference: float) -> in
 
 def memory_full(run: RunHistory) -> Diagnosis | None:
     for name, what, keys in (
-        ("memory/gpu", "GPU memory", ("train.token_budget", "engine.memory", "train.recompute")),
-        ("memory/host", "main memory", ("train.token_budget", "engine.memory", "reward.workers")),
+        ("memory/gpu", "GPU memory", ("train.token_budget", "engine.kv_cache_gib", "train.activation_checkpointing")),
+        ("memory/host", "main memory", ("train.token_budget", "engine.kv_cache_gib", "reward.workers")),
     ):
         window = Window(trailing(run.steps, run.at_least(name, FULL)), run.first, run.config)
         if len(window.rows) >= MIN_STEPS:
             listed = ", ".join(map(window.now, keys[:2]))
-            more = f"train.recompute = true, {window.now('engine.max_batch')}" if "recompute" in keys[2] else keys[2]
+            more = keys[2]
+            if more == "train.activation_checkpointing":
+                more = f"{more} = true, {window.now('engine.max_batch')}"
             return Diagnosis(
                 "memory_full",
                 f"{percent(max(values(window.rows, name)))} of the {what} was in use {window.span} ({name})",
