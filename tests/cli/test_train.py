@@ -408,7 +408,7 @@ BAD: dict[str, tuple[Words, str]] = {
     ),
     "problems that are all trained on": (
         lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", the_same_twice(s)],
-        "every one of the test problems is in the train split",
+        "test problems are also in the train split",
     ),
     "a split of single files only": (
         lambda s: ["--eval.final_split", "all"],

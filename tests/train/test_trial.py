@@ -14,7 +14,7 @@ from assay.runs.console import Console
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
 from assay.train.build import assemble
-from assay.train.checks import start_mesh
+from assay.train.ranks import start_mesh
 from assay.train.trial import check_demonstrations, try_update, unknown_prompt_words
 from assay.types import Message, Prompt, UserError
 

@@ -125,7 +125,7 @@ def report(what: str, causes: Sequence[Diagnosis], error: str = "", problems: Se
         yield from paragraph("found: ", cause.evidence, width)
         for text in cause.examples:
             yield from paragraph("e.g. ", text, width)
-        yield from paragraph("to do: ", cause.remedy, width)
+        yield from paragraph("to do: ", cause.remedy, width) if cause.remedy else ()
 
 
 def paragraph(label: str, text: str, width: int) -> list[str]:

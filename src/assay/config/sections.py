@@ -380,6 +380,11 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default_factory=list)
     """strings that end an answer, in addition to the model's end tokens"""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never sampled, which changes the distribution of the policy."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_new_tokens)
+
 
 class EvalConfig(Section):
     """How models are evaluated."""

@@ -48,11 +48,10 @@ from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.messages import MessageRenderer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
+from assay.train.checks import PRESET, PRESET_TOKENIZERS, unused_tokenizer
 from assay.train.progress import Stopping
 from assay.types import Progress, Prompt, UserError, describe_error, plural
 
-PRESET = "preset:"
-PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
 PRESET_LENGTH = 512
 ENDPOINT = "openai"  # the engine without weights
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
@@ -206,14 +205,6 @@ def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokeniz
     if words is None:
         raise UserError("this task has no list of words: set model.tokenizer to 'characters' or a tokenizer's folder")
     return word_tokenizer(words())
-
-
-def unused_tokenizer(cfg: ModelConfig) -> str:
-    """A warning if `model.tokenizer` has no effect, because the model is no preset; else empty."""
-    if cfg.tokenizer not in PRESET_TOKENIZERS or not cfg.source or cfg.source.startswith(PRESET):
-        return ""
-    names = " and ".join(map(repr, PRESET_TOKENIZERS))
-    return f"model.tokenizer has no effect: {names} are for presets, and {cfg.source} has its own tokenizer"
 
 
 def build_policy(
@@ -461,8 +452,8 @@ def build_server(
     if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
     settings = cfg.model.model_copy(update={"source": model})
-    if warning := unused_tokenizer(settings):
-        console.warn(warning)
+    for problem in unused_tokenizer(settings):
+        console.warn(str(problem))
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.engine.dtype, device)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from assay.types import Problem
+
 Severity = Literal["error", "warning", "note"]  # the run cannot learn; something harms it; worth knowing
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
@@ -26,6 +28,7 @@ CAUSES: dict[str, tuple[Severity, ...]] = {
     "equal_rewards": ("error",),
     "equal_in_groups": ("error",),
     "leakage": ("error", "warning"),
+    "repeated_ids": ("warning",),
     "learning_rate_high": ("warning",),
     "learning_rate_low": ("warning",),
     "mismatch": ("warning",),
@@ -80,7 +83,7 @@ class Diagnosis:
         assert self.severity in CAUSES[self.name], f"{self.name}: {self.severity}"
 
     def __str__(self) -> str:
-        return f"{self.evidence}: {self.remedy}"
+        return str(Problem(self.evidence, self.remedy))
 
 
 def ranked(causes: Iterable[Diagnosis]) -> list[Diagnosis]:
