@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from assay.algos import Algorithm, LengthLimits
+from assay.algos import LengthLimits
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
@@ -44,7 +44,7 @@ from assay.train.ranks import check_inputs, check_layout, start_mesh
 from assay.train.recorder import Recorder
 from assay.train.reference import load_reference
 from assay.train.run import TrainingRun
-from assay.train.sources import GroupSource, OnPolicySource, PromptStream, Replay
+from assay.train.sources import OnPolicySource, PromptStream, Replay
 from assay.train.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method
 from assay.train.trust import remember_trust
 from assay.types import Prompt, UserError, plural
@@ -216,6 +216,8 @@ def assemble(
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
+    # Asynchronous sampling without staleness is on-policy.
+    make_source = AsyncSource if cfg.source.name == "async" and cfg.source.max_staleness else OnPolicySource
     weight_sync = WeightSync(updater, engine, verify, cfg.engine.verify_every)
     if verify == "probe":
         prompts = renderer.all_prompt_ids(PromptStream(train, cfg.seed).next(PROBE_PROMPTS))
@@ -226,7 +228,7 @@ def assemble(
         directory=directory,
         schedule=schedule,
         collector=collector,
-        source=build_source(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
+        source=make_source(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
         learner=Learner(cfg, algo, updater, schedule, critic),
         replay=Replay(cfg.replay, cfg.seed),
         weight_sync=weight_sync,
@@ -235,19 +237,6 @@ def assemble(
         stopping=stopping,
         demonstrations=demonstrations,
     )
-
-
-def build_source(
-    cfg: TrainConfig,
-    algo: Algorithm,
-    collector: Collector,
-    prompts: PromptStream,
-    schedule: Schedule,
-    stopping: Stopping,
-) -> GroupSource:
-    """The source of groups. An asynchronous one without staleness is the on-policy one."""
-    make = AsyncSource if cfg.source.name == "async" and cfg.source.max_staleness else OnPolicySource
-    return make(cfg, algo, collector, prompts, schedule, stopping)
 
 
 def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
