@@ -32,9 +32,8 @@ def unused(file: Path | None = None, task: Task | None = None, **changes: Any) -
     return [str(problem) for problem in unused_settings(cfg, build_algorithm(cfg), task)]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda file: file.stem)
-def test_shipped_settings_have_an_effect(file: Path) -> None:
-    assert unused(file) == []
+def test_shipped_settings_have_an_effect() -> None:
+    assert not [line for file in (ROOT / "configs").rglob("*.toml") for line in unused(file)]
 
 
 @pytest.mark.parametrize(

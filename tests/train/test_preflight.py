@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {  # overr
     "one sample": ({"train.samples": 1}, [("zero_loss", "error")], "batch_mean"),
     "no reward": ({"reward.accuracy": 0.0}, [("zero_loss", "error")], "reward.accuracy"),
     "high rate": ({"optim.lr": 5.0}, [("learning_rate_high", "warning")], "0.3M parameters"),
+    "nothing is trained": ({"lora.quantize": "nf4"}, [("refused", "error")], "lora.rank"),
     "unknown task": ({"task.name": "abacas"}, [("refused", "error")], "abacus"),
     "unknown model": ({"model.source": "preset:nanoo"}, [("refused", "error")], "nano"),
     "truncated sampling": ({"sampling.top_k": 5}, [("risky_setting", "note")], "top_k"),
