@@ -414,6 +414,10 @@ class EvalConfig(Section):
     stop: list[str] = Field(default_factory=list)
     """strings that end an answer; empty: as in training"""
 
+    def split_of(self, label: str) -> str:
+        """The split of an evaluation: `eval` during training; `start`, `before` and `after` around it."""
+        return self.split if label == "eval" else self.final_split
+
 
 class SaveConfig(Section):
     """Checkpoints and rollout files."""

@@ -200,7 +200,7 @@ def assemble(
         tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = components.build_demonstrations(cfg, renderer, console)
-    splits = {"train": train} | {label.partition(":")[2]: prompts for label, prompts in evaluations.items()}
+    splits = {"train": train} | {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
     trial.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
@@ -240,11 +240,11 @@ def assemble(
 
 
 def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
-    """The task or environment, the prompts of the train split, and those of evaluations by "label:split"."""
+    """The task or environment, the prompts of the train split, and those of evaluations by label."""
     task = components.build_problems(cfg.task, cfg.env)
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
-    for cause in checks.data_problems(train, evaluations, console.note):
+    for cause in checks.data_problems(cfg, train, evaluations, console.note):
         if cause.severity == "error":  # no problem of an evaluation is new to the model
             raise UserError(str(cause))
         console.warn(str(cause))
@@ -336,16 +336,15 @@ def shard_and_build_engine(
 
 
 def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
-    """Problems of the evaluations start, before and after, and of the periodic one, by "label:split"."""
+    """Problems of the evaluations start, before and after, and of the periodic one, by label."""
     final = components.take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
     # A randomly initialized model is not evaluated before its warm start.
     warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(checks.PRESET)
     labels = ("start", "before", "after") if warm_started else ("before", "after")
-    prompts = {f"{label}:{cfg.eval.final_split}": final for label in labels}
+    prompts = dict.fromkeys(labels, final)
     if has_rl_steps(cfg):
         try:
-            periodic = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
-            prompts[f"eval:{cfg.eval.split}"] = periodic
+            prompts["eval"] = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
         except NoSuchSplit as error:
             if cfg.eval.every:
                 raise UserError(f"{error}; eval.every = 0 turns periodic evaluation off") from None

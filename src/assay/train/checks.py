@@ -123,29 +123,31 @@ def check_judge(judge: Judging, prompt: Prompt) -> Verdict:
 
 
 def data_problems(
-    train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Prompt]], note: Callable[[str], None]
+    cfg: TrainConfig,
+    train: Sequence[Prompt],
+    evaluations: Mapping[str, Sequence[Prompt]],
+    note: Callable[[str], None],
 ) -> Iterator[Diagnosis]:
-    """Problems of an evaluation that are also in the train split, and repeated ids. `evaluations`: by "label:split".
+    """Problems of an evaluation that are also in the train split, and repeated ids. `evaluations`: by label.
 
     `note` gets a line for each split that shares no problem with the train split.
     """
     for label, prompts in evaluations.items():
-        kind, _, split = label.partition(":")
-        if kind in ("start", "after"):
+        if label in ("start", "after"):
             continue  # the same problems as "before"
-        shared = overlap(train, prompts)
+        split, shared = cfg.eval.split_of(label), overlap(train, prompts)
         if shared.n_shared:
             yield explain_leakage(split, shared.n_shared, shared.n_eval, shared.examples[0])
         else:
             sample = " (a sample: the split is endless)" if shared.sampled else ""
             evaluated = plural(shared.n_eval, f"{split} problem")
             note(f"no overlap between {shared.n_train_checked:,} train{sample} and {evaluated}")
-    yield from repeated_ids(train, evaluations)
+    splits = {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
+    yield from repeated_ids(splits | {"train": train})
 
 
-def repeated_ids(train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Prompt]]) -> Iterator[Diagnosis]:
+def repeated_ids(splits: Mapping[str, Sequence[Prompt]]) -> Iterator[Diagnosis]:
     """A cause if several problems of a split have the same id."""
-    splits = {label.partition(":")[2]: prompts for label, prompts in evaluations.items()} | {"train": train}
     repeated, example = [], ""
     for name, prompts in splits.items():
         ids = Counter(() if isinstance(prompts, LazyPrompts) else (prompt.id for prompt in prompts))

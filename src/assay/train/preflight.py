@@ -75,7 +75,7 @@ def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         attempt(found, lambda: checks.check_judge(judge, train[0]), "judge_fails")
-    found += checks.data_problems(train, evaluation_prompts(cfg, task), note=lambda text: None)
+    found += checks.data_problems(cfg, train, evaluation_prompts(cfg, task), note=lambda text: None)
 
 
 def model_spec(cfg: TrainConfig) -> ModelSpec | None:
