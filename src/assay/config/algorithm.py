@@ -189,12 +189,6 @@ class AlgoConfig(
 
     short_form: ClassVar = "recipe"
 
-    def code(self) -> list[Any]:
-        """The settings that may name code by its path, None where they are left to the recipe."""
-        own = self.model_fields_set
-        functions = [getattr(self, name) if name in own else None for name in ("advantage", "policy_loss")]
-        return [*functions, self.terms, self.term_args] if self.terms else functions
-
     @model_serializer(mode="wrap")
     def only_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without the fields that are left to the recipe: written out and read back, they would override it."""

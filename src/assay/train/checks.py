@@ -52,9 +52,9 @@ def settings_problems(
     yield from diagnose_settings(complete, parameters)
     if algo is not None:
         for problem in risky_settings(cfg, algo):
-            yield Diagnosis("risky_setting", problem.what, problem.remedy, "note")
+            yield Diagnosis("risky_setting", problem.what, problem.remedy)
         for problem in (*unused_settings(cfg, algo, task), *unused_tokenizer(cfg.model)):
-            yield Diagnosis("unused_setting", problem.what, problem.remedy, "note")
+            yield Diagnosis("unused_setting", problem.what, problem.remedy)
 
 
 def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[Problem]:
@@ -161,5 +161,4 @@ def repeated_ids(splits: Mapping[str, Sequence[Prompt]]) -> Iterator[Diagnosis]:
             "running pass rate (algo.pass_rate_low, algo.pass_rate_high) and cannot be told apart in rollouts and "
             "evaluations",
             "give each problem its own id",
-            "warning",
         )

@@ -76,10 +76,12 @@ class Diagnosis:
     name: str
     evidence: str
     remedy: str
-    severity: Severity = "error"
+    severity: Severity = None  # type: ignore[assignment]  # by default, the first one of `CAUSES`
     examples: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.severity is None:
+            object.__setattr__(self, "severity", CAUSES[self.name][0])
         assert self.severity in CAUSES[self.name], f"{self.name}: {self.severity}"
 
     def __str__(self) -> str:
