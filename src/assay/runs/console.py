@@ -1,7 +1,8 @@
 """Console output of a process: a live display in a terminal, plain lines elsewhere, nothing on ranks other than 0.
 
 `Console.start` and `step` show the steps of a run, `Console.progress` a long operation within a step or between steps.
-In pipes and log files, both are limited to one line per `INTERVAL` seconds, and operations shorter than that to none.
+In pipes and log files, both are limited to one line per `INTERVAL` seconds, and operations shorter than that to none:
+rich.progress, which draws the live display, prints nothing there before the end of an operation.
 
 Untrusted text (data, model output, file names) is printed without control sequences of the terminal.
 """
