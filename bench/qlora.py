@@ -5,8 +5,9 @@
 Models have random weights, which are sampled on the device: for QLoRA one layer at a time, as `assay train` moves them
 there. Methods: `full` and `lora` hold the weights in float32, as `assay train` does; `lora-bf16` holds the frozen base
 in bfloat16 (no setting of `assay train`, for comparison); `qlora` is `lora.quantize = "nf4"`. All products are in
-bfloat16, layers are recomputed in the backward pass (`train.recompute`) and nothing is compiled. An update includes
-AdamW; no engine is running. `merge_s` is the time to compute all weights that a weight sync sends, in bfloat16.
+bfloat16, layers are recomputed in the backward pass (`train.activation_checkpointing`) and nothing is compiled. An
+update includes AdamW; no engine is running. `merge_s` is the time to compute all weights that a weight sync sends, in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Job:
         policy = make_policy(self.method, spec, device, self.rank)
         loaded = {f"load_{name}": value for name, value in peak_memory(device).items()}
         cfg = make_config(self.options)
-        cfg.train.recompute, cfg.train.compile = True, "off"
+        cfg.train.activation_checkpointing, cfg.train.compile = True, "off"
         learner = make_learner(policy, cfg, self.options, RunProgress(None, self.options.steps))
         state, seconds = RunState(), []
         for run in range(1 + self.options.steps):

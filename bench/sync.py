@@ -171,7 +171,7 @@ def tested_engines(
             for dtype in dtypes:
                 own = {"settings": sections[name], "save_tokenizer": run.tokenizer.save} if name in sections else {}
                 options = {"device": run.mesh.device, "dtype": getattr(torch, dtype), "max_length": length}
-                engine = make_engine(name, policy, own, max_batch=4, memory=0.05, **options)
+                engine = make_engine(name, policy, own, max_batch=4, kv_cache_gib=0.05, **options)
                 tested.append(TestedEngine(name, engine, run, sequences, kinds))
         yield tested
     finally:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from assay.types import DISTRIBUTION, UserError, closest, hide_credentials, missing_extra, plural, unknown_name
+from assay.types import (
+    DISTRIBUTION,
+    Problem,
+    UserError,
+    closest,
+    hide_credentials,
+    missing_extra,
+    plural,
+    unknown_name,
+)
+
+
+def test_an_error_renders_its_problem_also_in_another_process() -> None:
+    problem = Problem("the file is missing", "write it")
+    error = pickle.loads(pickle.dumps(UserError(problem)))
+    assert str(error) == "the file is missing: write it" and error.problem == problem
+    assert UserError("plain text").problem == Problem("plain text")
 
 
 def test_a_noun_is_plural_unless_there_is_one() -> None:

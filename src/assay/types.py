@@ -16,8 +16,26 @@ T = TypeVar("T")
 DISTRIBUTION = "assay-rl"  # name of the package in the package index
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, and what to do about it."""
+
+    what: str
+    remedy: str = ""  # empty: `what` says it
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}" if self.remedy else self.what
+
+
 class UserError(ValueError):
-    """A mistake that the user can fix. The command line prints it as one line and exits with code 2."""
+    """A mistake that the user can fix: a text or a `Problem`. The command line prints it as one line and exits with
+    code 2.
+    """
+
+    @property
+    def problem(self) -> Problem:
+        first = self.args[0] if self.args else ""
+        return first if isinstance(first, Problem) else Problem(str(self))
 
 
 class Progress(Protocol):
@@ -85,14 +103,12 @@ def unknown_name(
     `listed` is printed instead of `known`. With a suggestion, a long list (above 20 names) is left out.
     """
     valid = list(known)
-    text = f"unknown {kind} '{name}'" + (f" {where}" if where else "")
+    what = f"unknown {kind} '{name}'" + (f" {where}" if where else "")
+    names = ", ".join(valid if listed is None else listed) or "none"
     suggestion = closest(name, valid)
-    if suggestion is not None:
-        text += f": did you mean '{suggestion}'?"
-    if suggestion is None or len(valid) <= 20:
-        names = ", ".join(valid if listed is None else listed) or "none"
-        text += f"{';' if suggestion is None else ''} known: {names}"
-    return UserError(text)
+    if suggestion is None:
+        return UserError(f"{what}; known: {names}")
+    return UserError(Problem(what, f"did you mean '{suggestion}'?" + f" known: {names}" * (len(valid) <= 20)))
 
 
 def closest(name: str, known: Sequence[str]) -> str | None:

@@ -37,7 +37,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("target", ["one", "runs/one", "run:one", "run:one@last"])
+@pytest.mark.parametrize("target", ["runs/one", "run:one@last"])
 def test_a_run_is_found_by_name_and_by_path(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, FAILED)
     assert main(["doctor", target]) == 1
@@ -59,17 +59,10 @@ def test_notes_do_not_change_the_exit_code(tmp_path: Path, capsys: pytest.Captur
     results = {"before": {"accuracy": 0.5, "n": 50}, "after": {"accuracy": 0.6, "n": 50}, "steps": 6}
     (path / "summary.json").write_text(json.dumps({**results, "paired": {"p_value": 0.3, "gained": 9, "lost": 4}}))
     assert main(["doctor", "one", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["findings"]
-    assert found["name"] == "not_significant" and found["severity"] == "note"
-
-
-def test_json_has_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path, FAILED)
-    assert main(["doctor", "one", "--json"]) == 1
     content = json.loads(capsys.readouterr().out)
-    assert content["target"] == "one" and [*content["findings"][0]] == [
-        *("name", "evidence", "remedy", "severity", "examples")
-    ]
+    (found,) = content["findings"]
+    assert content["target"] == "one" and found["name"] == "not_significant" and found["severity"] == "note"
+    assert [*found] == ["name", "evidence", "remedy", "severity", "examples"]
 
 
 def test_a_damaged_run_is_diagnosed_as_far_as_it_can_be_read(
@@ -115,8 +108,10 @@ def test_a_failed_run_shows_its_error(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["error"] == "the environment\nfailed: fix it"
 
 
-@pytest.mark.parametrize("kind", ["folder", "named pipe", "link"])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "summary.json", "status.json", LAST])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("metrics.jsonl", "named pipe"), ("config.toml", "folder"), ("summary.json", "link"), (LAST, "named pipe")],
+)
 def test_what_is_not_a_file_is_named_and_the_rest_is_diagnosed(
     name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,8 +134,6 @@ def test_what_is_not_a_file_is_named_and_the_rest_is_diagnosed(
     ("name", "content", "told"),
     [
         ("config.toml", "not toml [", "config.toml is not valid TOML"),
-        ("summary.json", "[1]", "summary.json is damaged"),
-        (LAST, "not json", f"{LAST}: 1 of 1 lines cannot be read"),
         ("environment.json", '{"resumed": 3}', "some rules cannot be applied: a file has unexpected values (TypeError"),
     ],
 )

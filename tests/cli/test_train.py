@@ -127,26 +127,16 @@ def test_before_is_measured_after_the_warm_start(finished: SmallRuns) -> None:
     assert last_sft < before
 
 
-SLOW_TAGS = [pytest.param(tag, marks=pytest.mark.slow) for tag in ("@2", "@last", "")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("tag", ["@0", "@best", *SLOW_TAGS])
+@pytest.mark.parametrize("tag", ["@0", "@best", ""])
 def test_training_starts_from_a_checkpoint_of_another_run(small: SmallRuns, finished: SmallRuns, tag: str) -> None:
-    words = ["train", str(small.config), "--model", f"run:small{tag}", "--runs_dir", str(finished.runs)]
-    name = f"from{tag.replace('@', '-')}"
-    assert (
-        main([*words, "--name", name, "--train.steps", "1", "--reward.function", f"{small.folder}/reward.py:reward"])
-        == 0
-    )
-    step = {"@0": 0, "@2": 2, "@last": 2, "": 2}.get(tag)
-    begun = (finished.checkpoint(0, name) / "model/model.safetensors").read_bytes()
-    sources = (
-        [step]
-        if step is not None
-        else [json.loads((finished.runs / "small/checkpoints/best.json").read_text())["step"]]
-    )
-    assert begun in [(finished.checkpoint(s) / "model/model.safetensors").read_bytes() for s in sources]
+    name, reward = f"from{tag.replace('@', '-')}", f"{small.folder}/reward.py:reward"
+    words = ["train", small.config, "--model", f"run:small{tag}", "--runs_dir", finished.runs, "--name", name]
+    assert main([*map(str, words), "--train.steps", "1", "--reward.function", reward]) == 0
+    best = json.loads((finished.runs / "small/checkpoints/best.json").read_text())["step"]
+    step = {"@0": 0, "@best": best, "": 2}[tag]
+    begun, source = (finished.checkpoint(*of) / "model/model.safetensors" for of in ((0, name), (step,)))
+    assert begun.read_bytes() == source.read_bytes()
     assert finished.summary(name)["model"] == f"run:small{tag}"
 
 
@@ -193,10 +183,8 @@ def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: py
     words = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
     assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.steps", 1) == 0
     output = capsys.readouterr().out
-    assert re.search(
-        r"warning: [34] of the 10 test problems are also in the train split", output
-    )  # validation is carved
-    assert re.search(r"no overlap between 18 train and 2 validation problems", output)
+    assert re.search(r"warning: [34] of the 10 test problems", output)  # validation is carved
+    assert "no overlap between 18 train and 2 validation problems" in output
 
 
 @pytest.mark.slow
@@ -219,16 +207,7 @@ def test_a_single_file_is_trained_and_measured_on_different_rows(
 def test_user_defined_task_and_reward(small: SmallRuns) -> None:
     file = small.folder / "parity.py"
     file.write_text(TASK_FILE)
-    words = (
-        "--task",
-        f"{file}:Parity",
-        "--task.args",
-        "{largest = 30}",
-        "--eval.final_examples",
-        0,
-        "--train.steps",
-        1,
-    )
+    words = ("--task", f"{file}:Parity", "--task.args.largest", 30, "--eval.final_examples", 0, "--train.steps", 1)
     assert small.train(*words, "--reward.function", f"{file}:close", "--name", "mine", "--reward.workers", 1) == 0
     assert small.summary("mine")["before"]["n"] == 10
     assert small.train(*words, "--reward.function", f"{file}:later", "--name", "async") == 0
@@ -269,21 +248,6 @@ def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before and not small.runs.exists()
 
 
-def test_a_dry_run_reports_the_errors_of_a_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    cases: list[tuple[tuple[object, ...], str]] = [
-        (("--sft.steps", 1, "--task", f"{small.folder}/rows.py:rows", "--task.args", "{}"), "no worked solution"),
-        (("--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"), "unknown run 'none'"),
-        (("--model.max_length", 4), "leaves no space"),
-        (("--reward.function", f"{small.folder}/reward.py:raises"), "cannot judge"),
-    ]
-    (small.folder / "rows.py").write_text(
-        "rows = {s: [{'question': f'{n} {s}', 'answer': n} for n in range(9)] for s in ('train', 'validation', 'test')}"
-    )
-    for words, message in cases:
-        assert small.train("--dry-run", "--model.tokenizer", "characters", *words) == 2, words
-        assert message in capsys.readouterr().err
-
-
 def test_memory_of_fallback_models_is_estimated(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--dry-run", "--model", gpt2_folder(small.folder / "gpt2")) == 0
     assert "estimated total" in capsys.readouterr().out
@@ -293,16 +257,6 @@ def test_settings_before_the_config_file(small: SmallRuns) -> None:
     words = ["train", "--train.steps", "1", "--log.tensorboard=false", str(small.config), "--runs_dir", str(small.runs)]
     assert main(words) == 0
     assert small.summary()["steps"] == 1
-
-
-def empty(small: SmallRuns) -> str:
-    (small.folder / "empty.jsonl").write_text("\n\n")
-    return f"{small.folder}/empty.jsonl"
-
-
-def broken_line(small: SmallRuns) -> str:
-    (small.folder / "broken.jsonl").write_text('{"question": "1", "answer": 1}\n{"question": \n')
-    return f"{small.folder}/broken.jsonl"
 
 
 def one_long(small: SmallRuns) -> str:
@@ -360,19 +314,14 @@ def other_vocabulary(small: SmallRuns) -> str:
 
 
 Words = Callable[[SmallRuns], list[object]]
+CHARACTERS = ("--model.tokenizer", "characters")
 BAD: dict[str, tuple[Words, str]] = {
     "a missing task": (lambda s: ["--task", ""], "no task: set task.name"),
     "an unknown task": (lambda s: ["--task", "abacsu"], "did you mean 'abacus'"),
-    "an unknown task of one's own": (lambda s: ["--task", "nowhere.py:Task"], "there is no file"),
-    "an argument the task does not take": (lambda s: ["--task.args.max_stepz", 3], "did you mean 'max_steps'"),
     "an unknown recipe": (lambda s: ["--algo.recipe", "gpro"], "did you mean 'grpo'"),
-    "an unknown advantage": (lambda s: ["--algo.advantage", "group_men"], "did you mean 'group_mean'"),
     "no model": (lambda s: ["--model", ""], "no model: set model.source"),
-    "an unknown preset": (lambda s: ["--model", "preset:nanoo"], "did you mean 'nano'"),
     "a model folder that is not there": (lambda s: ["--model", "./nothing/here"], "nothing/here"),
-    "a model of an unknown run": (lambda s: ["--model", "run:none@last"], "unknown run 'none'"),
     "an unknown model on the hub": (lambda s: ["--model", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
-    "a folder without a model": (lambda s: ["--model", s.folder], "tokenizer"),
     "damaged weights": (lambda s: ["--model", truncated_weights(s)], "is damaged or incomplete"),
     "a tokenizer of another model": (
         lambda s: ["--model", gpt2_folder(s.folder / "g"), "--model.tokenizer", other_vocabulary(s)],
@@ -387,83 +336,48 @@ BAD: dict[str, tuple[Words, str]] = {
         "has a tokenizer but no model: config.json and the weights are missing",
     ),
     "a model whose tokenizer has no config": (
-        lambda s: [
-            "--model",
-            without(gpt2_folder(s.folder / "g"), keep=("tokenizer.json", "config.json", "*.safetensors")),
-        ],
+        lambda s: ["--model", without(gpt2_folder(s.folder / "g"), ("tokenizer.json", "config.json", "*.safetensors"))],
         "lacks tokenizer_config.json and chat_template.jinja",
     ),
-    "an empty dataset": (lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", empty(s)], "is empty"),
-    "a broken line": (
-        lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", broken_line(s)],
-        "broken.jsonl:2",
-    ),
-    "missing data": (lambda s: ["--task", "gsm8k", "--task.args", "{}", "--task.path", "no/where"], "no/where"),
-    "an endless evaluation": (lambda s: ["--task.args", "{}", "--eval.final_examples", 0], "endless"),
-    "epochs of an endless split": (lambda s: ["--task.args", "{}", "--train.epochs", 1], "endless"),
-    "prompts longer than the context": (lambda s: ["--model.max_length", 8], "leaves no space in a context of 8"),
     "one long prompt among many": (
-        lambda s: ["--task", one_long(s), "--task.args", "{}", "--model.tokenizer", "characters"],
+        lambda s: ["--task", one_long(s), "--task.args", "{}", *CHARACTERS],
         "prompt rows/all/37 has 599 tokens",
     ),
     "problems that are all trained on": (
         lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", the_same_twice(s)],
-        "every one of the test problems is in the train split",
+        "test problems are also in the train split",
     ),
-    "a split of single files only": (
-        lambda s: ["--eval.final_split", "all"],
-        'only a single file or list has the split "all"',
-    ),
-    "a key without its value": (lambda s: ["--train.steps"], "--train.steps needs a value"),
-    "a key whose value is the next option": (lambda s: ["--optim.lr", "--seed", 3], "--optim.lr needs a value"),
     "a group of one": (lambda s: ["--train.samples", 1], "at least two"),
-    "a reward function that is not there": (
-        lambda s: ["--reward.function", f"{s.folder}/reward.py:nope"],
-        "has no 'nope'",
-    ),
     "a reward function that fails, before the model is loaded": (
         lambda s: ["--reward.function", failing_reward(s), "--model", "no/such/model"],
         "ZeroDivisionError",
     ),
     "a bad pattern": (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
     "a folder that cannot be made": (lambda s: ["--runs_dir", file_for_a_folder(s)], "choose another folder"),
-    "a name that is a path": (lambda s: ["--name", "../elsewhere"], "cannot name a run"),
     "an unknown key": (lambda s: ["--train.stpes", 3], "did you mean 'train.steps'"),
-    "a wrong type": (lambda s: ["--train.steps", "many"], "'train.steps'"),
     "an unknown device": (lambda s: ["--device", "tpu9"], "tpu9"),
     "an unknown reference": (
         lambda s: ["--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"],
         "unknown run 'none'",
     ),
     "a reference of another vocabulary": (
-        lambda s: [
-            "--algo.kl_coef",
-            0.1,
-            "--model.tokenizer",
-            "characters",
-            "--algo.reference",
-            gpt2_folder(s.folder / "g"),
-        ],
+        lambda s: [*CHARACTERS, "--algo.kl_coef", 0.1, "--algo.reference", gpt2_folder(s.folder / "g")],
         "the same tokenizer",
     ),
     "an engine for other models": (lambda s: ["--engine.name", "hf"], "engine"),
-    "two system prompts": (lambda s: ["--prompt.system", "a", "--prompt.system_file", "b"], "exclude each other"),
-    "a system prompt that is not there": (lambda s: ["--prompt.system_file", "no.txt"], "no.txt"),
 }
 
 
-@pytest.mark.parametrize("name", ["words", "characters"])
 def test_a_tokenizer_of_presets_has_no_effect_on_other_models(
-    small: SmallRuns, name: str, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = gpt2_folder(small.folder / "g")
-    expected = f"warning: model.tokenizer has no effect: 'words' and 'characters' are for presets, and {folder} has its"
-    assert small.train("--model", folder, "--model.tokenizer", name, "--dry-run") == 0
-    assert expected in capsys.readouterr().out
+    assert small.train("--model", folder, "--model.tokenizer", "words", "--dry-run") == 0
+    assert "model.tokenizer has no effect" in capsys.readouterr().out
     evaluated = ("--task", "abacus", "--eval.final_examples", 1, "--eval.max_new_tokens", 2)
-    assert small("eval", folder, "--model.tokenizer", name, *evaluated) == 0
-    assert expected in capsys.readouterr().out
-    assert small.train("--model.tokenizer", name, "--dry-run") == 0  # a preset
+    assert small("eval", folder, "--model.tokenizer", "characters", *evaluated) == 0
+    assert "model.tokenizer has no effect" in capsys.readouterr().out
+    assert small.train("--model.tokenizer", "words", "--dry-run") == 0  # a preset
     assert "has no effect" not in capsys.readouterr().out
 
 
@@ -487,67 +401,33 @@ def test_bad_input_is_one_line_and_writes_no_files(
     assert not small.runs.exists() or not list(small.runs.iterdir())
 
 
-BROKEN_JUDGES: dict[str, tuple[list[object], str]] = {
-    "a reward function that raises": (["--reward.function", "reward.py:raises"], "ZeroDivisionError: cannot judge"),
-    "a reward that is not a number": (["--reward.function", "reward.py:not_a_number"], "nan"),
-}
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", BROKEN_JUDGES)
+@pytest.mark.parametrize(
+    ("function", "workers", "message"), [("raises", 1, "ZeroDivisionError: cannot judge"), ("not_a_number", 0, "nan")]
+)
 def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, workers: int
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], function: str, workers: int, message: str
 ) -> None:
-    monkeypatch.chdir(small.folder)
-    words, message = BROKEN_JUDGES[name]
-    assert small.train(*words, "--reward.workers", workers) == 2
+    words = ("--reward.function", f"{small.folder}/reward.py:{function}", "--reward.workers", workers)
+    assert small.train(*words) == 2
     result = capsys.readouterr()
     assert message in result.err and result.err.count("\n") == 1 and "Traceback" not in result.out + result.err
     assert not small.runs.exists()
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_a_judge_that_always_times_out_is_rejected_before_the_run_starts(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], dry: list[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = small.folder / "hangs.py"
     file.write_text("import time\n\n\ndef reward(completion, answer):\n    time.sleep(60)\n")
-    assert (
-        small.train("--reward.function", f"{file}:reward", "--reward.workers", 3, "--reward.timeout_s", 0.1, *dry) == 2
-    )
+    words = ("--reward.function", f"{file}:reward", "--reward.workers", 3, "--reward.timeout_s", 0.1)
+    assert small.train(*words) == 2
     result = capsys.readouterr()
-    assert "timed out on all 3 answers" in result.err and "reward.timeout_s" in result.err
-    assert result.err.count("\n") == 1 and not small.runs.exists()
+    assert "reward.timeout_s" in result.err and result.err.count("\n") == 1 and not small.runs.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a = = 1", "is not valid TOML"),
-        ("[train]\nstps = 1", "'train.stps'"),
-        ("train = 3", "'train'"),
-        ("\x00", "is not valid TOML"),
-        ("", "no model"),
-    ],
-)
-def test_bad_config_files_are_reported(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    file = small.folder / "bad.toml"
-    file.write_text(text)
-    assert small.train(config=file) == 2
-    result = capsys.readouterr()
-    assert message in result.err and result.err.count("\n") == 1
-    assert not small.runs.exists()
-
-
-def test_missing_config_file(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_needs_a_config_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
     assert "give a TOML file" in capsys.readouterr().err
-    assert small.train(config=small.folder / "none.toml") == 2
-    assert "no config file at" in capsys.readouterr().err
-    assert small.train(config=small.folder) == 2
-    assert "is a folder" in capsys.readouterr().err
 
 
 def test_truncated_sampling_is_warned_about(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:

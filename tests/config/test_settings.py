@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from assay.config import AlgoConfig, TrainConfig
-from assay.config.settings import load_settings, parse_overrides, to_toml
+from assay.config.settings import RENAMED, keys, load_settings, parse_overrides, to_toml
 from assay.train.components import build_algorithm
 from assay.types import UserError
 
@@ -71,13 +71,15 @@ def test_an_invalid_choice_is_explained_by_its_key_and_all_allowed_values() -> N
         load("--eval.final_split tset")
 
 
-def test_former_names_of_keys_are_accepted_everywhere(tmp_path: Path) -> None:
-    file = write(tmp_path, "[engine]\nlend = true\n[algo]\nrescore = true\n")
-    assert load("", file).engine.sleep_while_training and load("", file).algo.recompute_logprobs
-    assert not load("--engine.sleep_while_training false", file).engine.sleep_while_training
-    assert not load("--engine.lend false", file).engine.sleep_while_training
-    assert AlgoConfig(rescore=True).model_dump()["recompute_logprobs"] is True  # type: ignore[call-arg]
-    assert load("--engine.lend", write(tmp_path, "")).engine.sleep_while_training
+def test_former_names_of_keys_are_errors_that_give_all_new_names(tmp_path: Path) -> None:
+    file = write(tmp_path, "[engine]\nmemory = 2.0\n[optim]\nfinal = 0.1\n")
+    with pytest.raises(UserError, match=r"run\.toml: .*'optim.final' is now 'optim.min_lr_ratio'") as error:
+        load("--train.steps 3", file)
+    assert "'engine.memory' is now 'engine.kv_cache_gib'" in str(error.value)
+    for former, new in RENAMED.items():
+        assert new in dict(keys(TrainConfig))
+        with pytest.raises(UserError, match=f"on the command line: '{former}' is now '{new}'$"):
+            load(f"--{former} 0.5")
 
 
 def test_short_forms_work_in_files_and_on_the_command_line(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def engine_for(
         dtype=dtype,
         max_batch=mode.max_batch,
         max_length=max_length,
-        memory=memory_of(model.spec, mode.blocks, dtype) / (group.size() if group else 1),
+        kv_cache_gib=memory_of(model.spec, mode.blocks, dtype) / (group.size() if group else 1),
         prefill_tokens=mode.prefill_tokens,
         decode=decode,
         group=group,

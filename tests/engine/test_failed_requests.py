@@ -39,7 +39,7 @@ def model() -> Decoder:
 
 BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "empty prompt": ([], {}, r"the prompt is empty \(0 tokens; the context has 81\)"),
-    "long prompt": ([1] * 81, {}, "the prompt has 81 tokens, and the context has 81 .*engine.memory"),
+    "long prompt": ([1] * 81, {}, "the prompt has 81 tokens, and the context has 81 .*engine.kv_cache_gib"),
     "foreign token": ([1, 61], {}, "token ids outside the vocabulary of 61"),
     "negative token": ([1, -1], {}, "token ids outside the vocabulary of 61"),
     "no samples": ([1], {"n": 0}, "samples must be at least 1, not 0"),

@@ -132,7 +132,7 @@ def test_small_kv_cache_changes_no_trajectory_and_leaks_no_blocks() -> None:
     prompts = env.prompts("train")[:10]
     found = []
     for memory in (0.0, 2e-4):
-        part = collector(env, max_batch=16, memory=memory)
+        part = collector(env, max_batch=16, kv_cache_gib=memory)
         found.append(as_data(part.collect(prompts, PARAMS, (7, 1))))
         assert_nothing_left(part)
     engine: Any = part.engine
@@ -143,7 +143,7 @@ def test_episode_longer_than_the_kv_cache_is_truncated() -> None:
     """As at the end of the context: a sequence cannot be longer than the whole cache."""
     env = Chatter()
     prompts = env.prompts("train")[:6]
-    part = collector(env, max_batch=4, memory=6.5e-5)
+    part = collector(env, max_batch=4, kv_cache_gib=6.5e-5)
     engine: Any = part.engine
     held = engine.blocks.total * BLOCK_SIZE
     assert held < 80 and engine.info.max_length == held + 1  # the last token is sampled and not stored

@@ -287,7 +287,7 @@ def test_the_failure_of_all_engine_nodes_ends_the_job_and_the_run_can_go_on(slur
 
 
 def test_an_engine_that_cannot_start_fails_the_job_with_one_line(slurm: Slurm, work: Path) -> None:
-    job = submit_with_engines(slurm, work, "no-engine", "--engine.memory", 1e9)
+    job = submit_with_engines(slurm, work, "no-engine", "--engine.kv_cache_gib", 1e9)
     ended, run = end_of(slurm, job), f"no-engine-{job}"
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "200:0"), logs_of(work, run)
     assert log(work, run).count(" did not start: it ended (exit code ") == 1

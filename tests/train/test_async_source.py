@@ -391,7 +391,7 @@ def test_a_stale_run_trains_every_prompt_once_per_epoch(tmp_path: Path, config: 
             assert 0 <= step - 1 - version_of(group) <= 2
 
 
-ON_A_GPU = ["--device", "cuda", "--engine.memory", 1]
+ON_A_GPU = ["--device", "cuda", "--engine.kv_cache_gib", 1]
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,10 @@ def test_environment_without_gold_actions_has_no_episodes() -> None:
     ("gib", "parameters", "token_bytes", "tokens"),
     [
         (0, 860_000, 53_248, 16384),  # small models do not depend on the memory
-        (0, 4_000_000, 128_000, 16384),
         (64, 134_515_008, 1_704_960, 16384),
         (21, 134_515_008, 1_704_960, 4096),  # (21 GiB - 2.5 GiB) / 2 is enough for 5,823 tokens
         (8, 134_515_008, 1_704_960, 1024),
-        (8, 134_515_008, 852_480, 2048),  # bfloat16
         (2, 134_515_008, 1_704_960, 512),  # less than the weights need
-        (256, 1_500_000_000, 6_500_000, 16384),
-        (64, 1_500_000_000, 6_500_000, 2048),
     ],
 )
 def test_the_token_budget_on_a_cpu_fits_into_its_memory(
@@ -188,26 +184,6 @@ def test_recomputation_allows_a_larger_token_budget(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(components, "free_memory", lambda device: 8 * 2**30)
     budgets = [choose_token_budget(large, torch.float32, Mesh(), recompute) for recompute in (False, True)]
     assert budgets == [1024, 16384]
-
-
-@pytest.mark.parametrize(
-    ("by_rank", "tokens"),
-    [
-        ([("a", 40)], 8192),
-        ([("a", 40)] * 2, 4096),
-        ([("a", 40)] * 4, 2048),
-        ([("a", 40), ("b", 40)], 8192),
-        ([("a", 40), ("b", 21)], 4096),
-    ],
-)
-def test_the_least_share_of_a_host_is_the_token_budget_of_all_ranks(
-    by_rank: list[tuple[str, int]], tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with torch.device("meta"):
-        large = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
-    gathered = [(host, gib * 2**30) for host, gib in by_rank]
-    monkeypatch.setattr(Mesh, "all_gather_objects", lambda mesh, item: gathered)
-    assert choose_token_budget(large, torch.float32, Mesh()) == tokens
 
 
 def check_shares(mesh: Mesh, free: list[int], hosts: list[str], expected: int) -> None:

@@ -95,10 +95,7 @@ def test_a_run_that_cannot_learn_says_why_once_while_it_runs_and_again_at_its_en
     assert stored["name"] == cause and remedy in stored["remedy"]
     during, _, end = output.partition("paired p")
     assert during.count(stored["remedy"]) == 1 and "in all 4 steps" in during
-    assert (
-        f"{'problem' if cause == 'too_easy' else 'no gain'}: {stored['evidence']}" in end
-        and f"what to change: {stored['remedy']}" in end
-    )
+    assert stored["evidence"] in end and stored["remedy"] in end
     assert ("assay chat" in output) == (cause == "too_easy")
     assert [found.name for found in diagnose_run(Run.open(small.runs / "small"))] == [cause]
 
@@ -113,17 +110,6 @@ def test_updates_without_effect_on_any_evaluated_answer_are_reported_at_the_end(
     (stored,) = small.summary()["diagnosis"]
     assert stored["name"] == "no_change" and "optim.lr (now 1e-12)" in stored["remedy"]
     assert f"what to change: {stored['remedy']}" in capsys.readouterr().out
-    assert all(row["weights/changed"] for row in small.metrics() if "reward/mean" in row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["grpo", "dapo", "reinforce", "ppo"])
-def test_a_healthy_run_reports_no_cause(recipe: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    assert small.train("--train.steps", 24, "--algo.recipe", recipe, "--eval.samples", 8, "--eval.temperature", 1) == 0
-    output = capsys.readouterr().out
-    found = {cause["name"] for cause in small.summary().get("diagnosis", ())}
-    assert found <= {"not_significant"}  # on five problems
-    assert "warning: " not in output and "assay chat" in output
     assert all(row["weights/changed"] for row in small.metrics() if "reward/mean" in row)
 
 

@@ -33,9 +33,9 @@ def changed(small: SmallRuns, name: str = "small", steps: int = 2) -> bool:
 
 
 def test_answers_longer_than_the_kv_cache_are_truncated(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    assert small.train("--engine.memory", 3e-5, "--sampling.max_new_tokens", 60) == 0
+    assert small.train("--engine.kv_cache_gib", 3e-5, "--sampling.max_new_tokens", 60) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count("engine.memory holds keys and values of") == 1
+    assert said.count("engine.kv_cache_gib holds keys and values of") == 1
     held = int(said.partition("keys and values of ")[2].split()[0])
     answers = [rollout for group in read_rollouts(small.runs / "small", 1) for rollout in group.rollouts]
     assert max(len(rollout.token_ids) for rollout in answers) == held + 1
@@ -383,7 +383,7 @@ def test_rollout_files_hold_what_training_saw(small: SmallRuns) -> None:
 
 
 def test_learning_rate_follows_its_schedule(small: SmallRuns) -> None:
-    words = ("--train.steps", 4, "--optim.schedule", "linear", "--optim.warmup", 2, "--optim.final", 0.5)
+    words = ("--train.steps", 4, "--optim.schedule", "linear", "--optim.warmup", 2, "--optim.min_lr_ratio", 0.5)
     assert small.train(*words, "--optim.lr", 1e-3) == 0
     rates = [row["optim/lr"] for row in small.metrics() if "optim/lr" in row]
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3])

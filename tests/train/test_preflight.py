@@ -13,7 +13,7 @@ from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs.diagnose import Diagnosis
 from assay.train import preflight
-from assay.train.preflight import diagnose_config, split_message
+from assay.train.preflight import diagnose_config
 
 
 def config(tmp_path: Path, **changes: Any) -> TrainConfig:
@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {  # overr
     "one sample": ({"train.samples": 1}, [("zero_loss", "error")], "batch_mean"),
     "no reward": ({"reward.accuracy": 0.0}, [("zero_loss", "error")], "reward.accuracy"),
     "high rate": ({"optim.lr": 5.0}, [("learning_rate_high", "warning")], "0.3M parameters"),
+    "nothing is trained": ({"lora.quantize": "nf4"}, [("refused", "error")], "lora.rank"),
     "unknown task": ({"task.name": "abacas"}, [("refused", "error")], "abacus"),
     "unknown model": ({"model.source": "preset:nanoo"}, [("refused", "error")], "nano"),
     "truncated sampling": ({"sampling.top_k": 5}, [("risky_setting", "note")], "top_k"),
@@ -51,19 +52,6 @@ def test_settings_that_cannot_train_or_do_harm_are_named(name: str, tmp_path: Pa
     changes, expected, text = CASES[name]
     causes = diagnose_config(config(tmp_path, **changes))
     assert names(causes) == expected and text in str(causes[0])
-
-
-@pytest.mark.parametrize(
-    "text, what, remedy",
-    [
-        ("unknown run 'a' in runs; known: b, c", "unknown run 'a' in runs", "use one of b, c"),
-        ("unknown run 'a': did you mean 'b'? known: b, c", "unknown run 'a'", "did you mean 'b'? Known: b, c"),
-        ("the file x: y is missing: write it", "the file x: y is missing", "write it"),
-        ("it does not work", "it does not work", "see the message"),
-    ],
-)
-def test_messages_are_split_into_cause_and_remedy(text: str, what: str, remedy: str) -> None:
-    assert split_message(text) == (what, remedy)
 
 
 def test_problems_in_both_splits_and_a_broken_judge_are_found(tmp_path: Path) -> None:

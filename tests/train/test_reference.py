@@ -104,7 +104,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         "keep one of them",
     ),
     "untrained": (("--algo.reference", "preset:tiny", "--algo.kl_coef", 0.1), "is untrained"),
-    "an average that never moves": (("--algo.reference_ema", 1, "--algo.kl_coef", 0.1), "algo.reference_ema"),
 }
 
 
@@ -227,7 +226,6 @@ def test_a_larger_model_can_be_the_reference(
 
 OTHER: dict[str, tuple[Callable[[Path], Path], str]] = {
     "other words": (lambda path: llama_folder(path, 64, abacus_words()[::-1]), "has another tokenizer"),
-    "fewer words": (lambda path: llama_folder(path, 64, abacus_words()[:-1]), "has another tokenizer"),
     "a shorter context": (lambda path: llama_folder(path, 64, abacus_words(), positions=100), "model.max_length = 100"),
 }
 

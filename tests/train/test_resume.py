@@ -39,7 +39,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
             "--optim.schedule",
             "linear",
         ),
-        *("--optim.initial", 0.5, "--optim.weight_decay", 0.1, "--algo.updates", 3),
+        *("--optim.lr_scale", 0.5, "--optim.weight_decay", 0.1, "--algo.updates", 3),
     ),
     "lora, kl": ("--lora.rank", 2, "--algo.kl_coef", 0.1, "--algo.updates", 3),
     "lora, muon, kl, warm start": (

@@ -98,29 +98,13 @@ def test_a_foreign_run_imports_nothing_without_consent(command: str, settings: s
     assert len(error.splitlines()) == 1 and not gift.ran
 
 
-@pytest.mark.parametrize("path", ["advantage", "policy_loss", "terms"])
-def test_losses_of_a_foreign_run_are_not_imported(path: str, make_gift, capsys) -> None:
-    gift = make_gift(f'task = "abacus"\nalgo = {{{{{path} = "{{file}}:reward"}}}}')
-    assert gift("train") == 2
-    assert "--trust" in capsys.readouterr().err and not gift.ran
-
-
-def test_the_engine_of_a_foreign_run_is_not_imported_without_consent(make_gift, capsys) -> None:
-    gift = make_gift(
-        'task = {{name = "abacus", args = {{train_size = 9, eval_size = 9}}}}\nengine = {{name = "{file}:reward"}}'
-    )
+@pytest.mark.parametrize("key", ["algo.advantage", "algo.terms", "engine.name"])
+def test_losses_and_engines_of_a_foreign_run_are_not_imported(key: str, make_gift, capsys) -> None:
+    task = 'task = {{name = "abacus", args = {{train_size = 9, eval_size = 9}}}}'
+    gift = make_gift(f'{task}\n{key} = "{{file}}:reward"')
     assert gift("train") == 2
     error = capsys.readouterr().err
     assert str(gift.file) in error and "--trust" in error and not gift.ran
-    assert gift("train", "--trust") == 2 and gift.ran
-
-
-def test_trust_in_runs_with_built_in_engines_does_not_depend_on_the_engine(tmp_path: Path) -> None:
-    """Consent stored by versions without custom engines stays valid."""
-    names = ("auto", "native", "m:make")
-    cfgs = [TrainConfig.model_validate({"task": {"name": "a.py:b"}, "engine": {"name": name}}) for name in names]
-    auto, native, own = (trust.digest(cfg, contents=False) for cfg in cfgs)
-    assert auto == native != own and "engine" not in trust.code_settings(cfgs[0])
 
 
 def test_remote_code_of_a_foreign_runs_model_needs_consent(tmp_path: Path, capsys) -> None:
@@ -158,16 +142,11 @@ def test_trust_is_remembered_until_the_code_or_its_arguments_change(make_gift, c
         gift.file.write_text(EVIL)
 
 
-def test_code_named_in_the_command_is_consent_to_it(make_gift, capsys) -> None:
+def test_only_code_named_in_the_command_is_consent_to_it(make_gift, capsys) -> None:
     gift = make_gift(SETTINGS["task"])
+    assert gift("eval", "--seed", "3", "--eval.samples", "2") == 2 and not gift.ran
     assert gift("eval", "--task", f"{gift.file}:Task") == 2 and gift.ran
     assert "no checkpoint" in capsys.readouterr().err
-
-
-def test_other_settings_in_the_command_are_not_consent(make_gift) -> None:
-    gift = make_gift(SETTINGS["task"])
-    assert gift("eval", "--seed", "3", "--eval.samples", "2") == 2
-    assert not gift.ran
 
 
 def test_a_copy_of_trusted_code_in_another_folder_is_not_trusted(
@@ -202,11 +181,13 @@ def test_runs_started_by_the_user_need_no_consent(tmp_path: Path, capsys) -> Non
 
 
 def test_settings_that_were_written_to_a_file_have_the_same_digest(tmp_path: Path) -> None:
-    args = {"x": 1, "y": 0.5, "z": [1, "a.py:b"], "deep": {"k": "v"}}
+    args = {"x": 1, "y": 0.5, "z": [1, "a.py:b"], "deep": {"k": "v"}, "safe": False}
     cfg = TrainConfig.model_validate({"task": {"name": "a.py:b", "args": args}, "algo": {"advantage": "m:f"}})
     (tmp_path / "config.toml").write_text(to_toml(cfg))
     read = load_settings(TrainConfig, tmp_path / "config.toml", {})
     assert all(trust.digest(read, contents) == trust.digest(cfg, contents) for contents in (True, False))
+    del read.task.args["safe"]
+    assert all(trust.digest(read, contents) != trust.digest(cfg, contents) for contents in (True, False))
 
 
 def test_modules_are_located_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,16 +245,8 @@ def test_the_user_is_asked_at_a_terminal(answer: str, trusted: bool, make_gift) 
 
 NAMES_NOTHING = {  # settings with a text that is only a text, or a name in the run itself
     *("name", "runs_dir", "device", "lora.targets", "prompt.template", "prompt.system", "reward.format_pattern"),
-    *(
-        "judge.extra",
-        "judge.rubric",
-        "judge.questions",
-        "judge.device",
-        "openai.extra",
-        "reference.extra",
-        "sampling.stop",
-        "eval.stop",
-    ),
+    *("judge.extra", "judge.rubric", "judge.questions", "judge.device", "openai.extra", "reference.extra"),
+    *("sampling.stop", "eval.stop"),
     *("algo.recipe", "algo.aggregate", "vllm.devices", "vllm.model", "sglang.devices", "server.devices", "http.name"),
 }
 
@@ -404,19 +377,6 @@ def test_trust_includes_settings_that_were_changed_by_a_command(tmp_path: Path) 
     trust.remember_trust(before, started=True)
     trust.extend_trust(before, after)
     assert trust.is_trusted(after) and not trust.is_trusted(other)
-
-
-def test_consent_to_code_that_earlier_versions_stored_stays_valid() -> None:
-    settings = {
-        "model": "org/name",
-        "task.name": "no_such_module.tasks:Task",
-        "task.path": "data",
-        "task.args": {"x": 1},
-    }
-    settings |= {"reward.function": "no_such_module:f", "algo.advantage": "no_such_module:g"}
-    cfg = load_settings(TrainConfig, None, settings | {"algo.reference": "org/other"})
-    assert trust.digest(cfg, contents=True)[:16] == "8aa5b8ac9e482bbf"
-    assert trust.digest(cfg, contents=False)[:16] == "a4e4cfa6c9080c70"
 
 
 JUDGED = """

@@ -4,7 +4,6 @@ or in its folder. Runs that cannot learn from the start: test_diagnosed_runs.py.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,16 +152,6 @@ def test_a_run_that_gets_worse_is_warned_once(name: str, small: SmallRuns, capsy
     assert name in stored and stored[name]["remedy"] == causes[name].remedy
 
 
-def test_problems_that_splits_share_are_found_in_the_folder(small: SmallRuns, tmp_path: Path) -> None:
-    rows = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(12)]
-    for split, part in (("train", rows), ("validation", [{"question": "v", "answer": "1"}]), ("test", rows[8:])):
-        new = [{"question": "new", "answer": "0"}] if split == "test" else []
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*part, *new)))
-    given = ("--task", "jsonl", "--task.path", tmp_path, "--model.tokenizer", "characters", "--train.prompts", 12)
-    assert small.train(*given, "--train.steps", 1) == 0
-    assert "4 of the 5 test problems" in found(small)["leakage"].evidence
-
-
 def test_memory_that_is_nearly_full_is_reported(
     small: SmallRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,13 +184,6 @@ def test_a_run_that_is_much_slower_than_the_one_before_is_reported(
     assert small.train("--train.steps", 8, "--name", "second") == 0
     assert "in run small with the same work" in found(small, "second")["slow"].evidence
     assert "slow" not in found(small)
-
-
-def test_a_gain_on_few_problems_is_a_note(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    assert small.train("--train.steps", 24, "--train.samples", 6, "--eval.samples", 4, "--eval.temperature", 1) == 0
-    (cause,) = found(small).values()
-    assert cause.name == "not_significant" and "on 5 problems" in cause.evidence
-    assert f"note: {cause.evidence}" in capsys.readouterr().out
 
 
 def test_settings_that_cannot_work_are_named_at_the_start(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:

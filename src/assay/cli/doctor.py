@@ -8,10 +8,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
+from os.path import isdir, isfile
 from pathlib import Path
-from typing import Any
 
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
@@ -48,8 +47,11 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.target).expanduser()
     error = ""  # with which the run has ended
     problems: list[str] = []  # files that cannot be read
-    if is_config(path):
-        causes, what = check_config(path, overrides), f"config {path}"
+    if isfile(path):  # False for a name that is too long for a path, as of a folder below
+        cfg = load_settings(TrainConfig, path, overrides)
+        from assay.train.preflight import diagnose_config
+
+        causes, what = diagnose_config(cfg), f"config {path}"
     else:
         runs_dir = Path(str(overrides.pop("runs_dir", TrainConfig().runs_dir)))
         if overrides:
@@ -68,35 +70,16 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(error or problems) or any(cause.severity != "note" for cause in causes))
 
 
-def is_config(path: Path) -> bool:
-    with suppress(OSError):  # a name that is too long for a path
-        return path.is_file()
-    return False
-
-
-def check_config(path: Path, overrides: dict[str, Any]) -> list[Diagnosis]:
-    cfg = load_settings(TrainConfig, path, overrides)
-    from assay.train.preflight import diagnose_config
-
-    return diagnose_config(cfg)
-
-
 def open_run(target: str, runs_dir: Path) -> Path:
     """The folder of a run: by name or path, `run:` in front or not, even if its config.toml is lost."""
     name = split_tag(target.removeprefix(PREFIX))[0]
     path = Path(target).expanduser()
-    readable = is_folder(path) and not access_problem(path)
+    readable = isdir(path) and not access_problem(path)
     if readable and any((path / file).is_file() for file in ("metrics.jsonl", "summary.json", "status.json")):
         return path
-    if path.suffix == ".toml" and not any(is_folder(folder) for folder in (path, runs_dir / name)):
+    if path.suffix == ".toml" and not any(isdir(folder) for folder in (path, runs_dir / name)):
         raise UserError(f"there is no file {target}: give an existing config, or the name of a run")
     return find_run(name, runs_dir)
-
-
-def is_folder(path: Path) -> bool:
-    with suppress(OSError):
-        return path.is_dir()
-    return False
 
 
 def describe(files: RunFiles) -> str:
@@ -125,7 +108,7 @@ def report(what: str, causes: Sequence[Diagnosis], error: str = "", problems: Se
         yield from paragraph("found: ", cause.evidence, width)
         for text in cause.examples:
             yield from paragraph("e.g. ", text, width)
-        yield from paragraph("to do: ", cause.remedy, width)
+        yield from paragraph("to do: ", cause.remedy, width) if cause.remedy else ()
 
 
 def paragraph(label: str, text: str, width: int) -> list[str]:

@@ -37,8 +37,8 @@ COMMANDS = {
 }
 
 OUT_OF_MEMORY = (
-    "out of GPU memory: check with nvidia-smi whether other processes use it, lower engine.memory or engine.max_batch, "
-    "or use a smaller model; --debug shows where it happened"
+    "out of GPU memory: check with nvidia-smi whether other processes use it, lower engine.kv_cache_gib or "
+    "engine.max_batch, or use a smaller model; --debug shows where it happened"
 )
 MAX_LINE = 1_000  # characters of an error message: names in it may be of any length
 

@@ -75,8 +75,6 @@ class PolicyGradientConfig(Section):
 
 
 class ImportanceConfig(Section):
-    renamed: ClassVar = {"rescore": "recompute_logprobs"}
-
     recompute_logprobs: bool = False
     """importance ratios use log-probabilities that the trainer computes before the first update, not the engine's"""
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
@@ -190,12 +188,6 @@ class AlgoConfig(
     """The algorithm: a recipe and changes to it. `algo = "NAME"` is short for `algo.recipe`. Defaults depend on it."""
 
     short_form: ClassVar = "recipe"
-
-    def code(self) -> list[Any]:
-        """The settings that may name code by its path, None where they are left to the recipe."""
-        own = self.model_fields_set
-        functions = [getattr(self, name) if name in own else None for name in ("advantage", "policy_loss")]
-        return [*functions, self.terms, self.term_args] if self.terms else functions
 
     @model_serializer(mode="wrap")
     def only_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

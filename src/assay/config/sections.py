@@ -287,9 +287,9 @@ class OptimConfig(Section):
     """decay after the warm-up"""
     warmup: Count = 0
     """steps of linear warm-up"""
-    final: Fraction = 0.0
+    min_lr_ratio: Fraction = 0.0
     """final learning rate of linear and cosine schedules, as a fraction of the peak"""
-    initial: Annotated[float, Field(gt=0, le=1)] = 1.0
+    lr_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """factor applied to all learning rates"""
     weight_decay: NonNegative = 0.0
     """decoupled; not applied to vectors (norms and biases)"""
@@ -322,8 +322,8 @@ class LoopConfig(Section):
     """training passes over each batch of rollouts"""
     token_budget: Count = 0
     """maximum tokens per micro-batch; affects memory, not the result; 0: 16384, or fewer on a CPU with little memory"""
-    recompute: bool = False
-    """activation checkpointing: store only layer inputs for the backward pass; less memory, about a third more time"""
+    activation_checkpointing: bool = False
+    """store only layer inputs for the backward pass, and recompute the rest; less memory, about a third more time"""
     compile: Literal["auto", "on", "off"] = "auto"
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     offload_reference: bool = False
@@ -380,6 +380,11 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default_factory=list)
     """strings that end an answer, in addition to the model's end tokens"""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never sampled, which changes the distribution of the policy."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_new_tokens)
+
 
 class EvalConfig(Section):
     """How models are evaluated."""
@@ -408,6 +413,10 @@ class EvalConfig(Section):
     """maximum tokens per answer; 0: as in training (512 without a training run)"""
     stop: list[str] = Field(default_factory=list)
     """strings that end an answer; empty: as in training"""
+
+    def split_of(self, label: str) -> str:
+        """The split of an evaluation: `eval` during training; `start`, `before` and `after` around it."""
+        return self.split if label == "eval" else self.final_split
 
 
 class SaveConfig(Section):
@@ -458,13 +467,12 @@ class EngineConfig(Section):
     """The generation engine. `engine = "NAME"` is short for `engine.name`."""
 
     short_form: ClassVar = "name"
-    renamed: ClassVar = {"lend": "sleep_while_training"}
 
     name: Annotated[Code, AfterValidator(check_engine_name)] = "auto"
     """auto: native for the families it has, hf for others; assay, vllm, sglang, openai: servers; own: file.py:name"""
     max_batch: Count = 0
     """maximum number of sequences decoded at once; 0: 1,024 on CUDA, 256 elsewhere"""
-    memory: NonNegative = 0.0
+    kv_cache_gib: NonNegative = 0.0
     """GiB for the KV cache; 0: enough for max_batch sequences, at most 40 % (CUDA) or 25 % of the free memory"""
     sleep_while_training: bool = False
     """release the memory of the KV cache while the trainer works (CUDA); captured CUDA graphs stay valid"""

@@ -71,12 +71,11 @@ def resource_of(field: FieldInfo) -> Resource | None:
 class Section(BaseModel):
     """A table of settings. Unknown keys are rejected. A string is accepted for a list with this one element.
 
-    `renamed` maps former names of keys to the current ones. `short_form` is the key that a plain string sets, as in
-    `model = "SOURCE"`. Of `alternatives`, one is in effect: one on the command line resets those of the file.
+    `short_form` is the key that a plain string sets, as in `model = "SOURCE"`. Of `alternatives`, one is in effect: one
+    on the command line resets those of the file.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
-    renamed: ClassVar[dict[str, str]] = {}
     short_form: ClassVar[str] = ""
     alternatives: ClassVar[tuple[str, ...]] = ()
 
@@ -87,7 +86,7 @@ class Section(BaseModel):
             values = {cls.short_form: values}
         if not isinstance(values, dict):
             return values
-        values = {cls.renamed.get(key, key): value for key, value in values.items()}
+        values = dict(values)
         for key, field in cls.model_fields.items():
             if isinstance(values.get(key), str) and get_origin(field.annotation) is list:
                 values[key] = [values[key]]
@@ -102,6 +101,14 @@ def literals(kind: Any) -> list[str]:
 
 
 Settings = TypeVar("Settings", bound=BaseModel)
+RENAMED = {  # former names of settings
+    "algo.rescore": "algo.recompute_logprobs",
+    "engine.lend": "engine.sleep_while_training",
+    "engine.memory": "engine.kv_cache_gib",
+    "optim.final": "optim.min_lr_ratio",
+    "optim.initial": "optim.lr_scale",
+    "train.recompute": "train.activation_checkpointing",
+}
 
 
 def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapping[str, Any]) -> Settings:
@@ -190,9 +197,6 @@ def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]
             raise UserError(f"--{key}: '{'.'.join(parents[: i + 1])}' is a value and has no keys of its own")
         table[name] = below
         table = below
-    renamed = getattr(section_at(kind, parents), "renamed", {})
-    table.update({new: table.pop(former) for former, new in renamed.items() if former in table})
-    last = renamed.get(last, last)
     old = table.get(last)
     short = getattr(section_at(kind, [*parents, last]), "short_form", "")
     if isinstance(old, dict) and isinstance(value, str) and short and last not in ("task", "env"):
@@ -226,6 +230,10 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides: Mapping[str, Any]) -> str:
+    former = [key for entry in error.errors() if (key := ".".join(map(str, entry["loc"]))) in RENAMED]
+    if former:
+        names = ", ".join(f"'{key}' is now '{RENAMED[key]}'" for key in former)
+        return f"renamed settings {source_of(former[0], file, overrides)}: {names}"
     # An engine that cannot train first: its section is then unknown, too. Then misspelt keys.
     urgent = ["cannot_train", "extra_forbidden"]
     problems = sorted(error.errors(), key=lambda one: urgent.index(one["type"]) if one["type"] in urgent else 2)
@@ -234,8 +242,7 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
     while path and path[0].startswith("function-"):
         path = path[1:]
     key = ".".join(path)
-    given = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overrides)
-    where = "on the command line" if given else f"in {file}" if file else "in the settings"
+    where = source_of(key, file, overrides)
     if first["type"] == "extra_forbidden":
         text = unknown_key(key, first["input"], kind, where)
     else:
@@ -244,6 +251,11 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
         )
     more = len(problems) - 1
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def source_of(key: str, file: str, overrides: Mapping[str, Any]) -> str:
+    given = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overrides)
+    return "on the command line" if given else f"in {file}" if file else "in the settings"
 
 
 def unknown_key(key: str, value: Any, kind: type[BaseModel], where: str) -> str:

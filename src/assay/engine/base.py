@@ -163,7 +163,7 @@ class EngineOptions:
     max_length: int | None = None  # maximum number of tokens of prompt and completion; None: that of the model
     decode: Decode | None = None  # for stop strings
     group: dist.ProcessGroup | None = None  # the ranks that serve one model together
-    memory: float = 0.0  # GiB of KV cache; 0: as much as is useful and free
+    kv_cache_gib: float = 0.0  # GiB of KV cache; 0: as much as is useful and free
     prefill_tokens: int = 0  # prompt tokens computed between two windows of decoding steps; 0: chosen by the engine
     sleep_while_training: bool = False  # `sleep` releases the memory of the KV cache (CUDA)
     # The KV cache of running sequences after a weight update. "recompute": it is computed again with the new weights;

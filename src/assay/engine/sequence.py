@@ -226,7 +226,7 @@ def job_for(
     if length >= max_length:
         raise UserError(
             f"{name}: the prompt has {length} tokens, and the context has {max_length} for prompt and completion: "
-            "shorten the prompt, or raise model.max_length or engine.memory, whichever is the limit"
+            "shorten the prompt, or raise model.max_length or engine.kv_cache_gib, whichever is the limit"
         )
     if request.prompt_ids and (min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary):
         raise UserError(f"{name}: the prompt has token ids outside the vocabulary of {vocabulary}: wrong tokenizer?")

@@ -1,4 +1,7 @@
-"""Counts of the progress bars of transformers and of the hub's client, which are not drawn themselves."""
+"""Counts of the progress bars of transformers and of the hub's client, which are not drawn themselves.
+
+Both report progress through tqdm only, so a class in place of tqdm passes the counts on, and `Console` draws them.
+"""
 
 from __future__ import annotations
 

@@ -278,5 +278,5 @@ class Collector:
             if len(ids) >= limit:
                 raise UserError(
                     f"prompt {prompt.id} has {len(ids)} tokens, which leaves no space in a context of {limit}: remove "
-                    "it, shorten it (fewer few-shot examples?), or raise model.max_length (or engine.memory)"
+                    "it, shorten it (fewer few-shot examples?), or raise model.max_length (or engine.kv_cache_gib)"
                 )

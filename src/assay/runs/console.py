@@ -1,7 +1,8 @@
 """Console output of a process: a live display in a terminal, plain lines elsewhere, nothing on ranks other than 0.
 
 `Console.start` and `step` show the steps of a run, `Console.progress` a long operation within a step or between steps.
-In pipes and log files, both are limited to one line per `INTERVAL` seconds, and operations shorter than that to none.
+In pipes and log files, both are limited to one line per `INTERVAL` seconds, and operations shorter than that to none:
+rich.progress, which draws the live display, prints nothing there before the end of an operation.
 
 Untrusted text (data, model output, file names) is printed without control sequences of the terminal.
 """
@@ -151,6 +152,7 @@ class Operation:
 
     what: str
     started: float
+    row: TaskID | None = None  # in the live display
     first: tuple[int, int, float] | None = None  # (done, tokens, time) of the first count: imports come before it
     updated: float = -math.inf
 
@@ -187,8 +189,9 @@ class LiveDisplay(Progress):
         super().start()
 
     def stop(self) -> None:
-        self.running.discard(self)
-        super().stop()
+        if self in self.running:
+            self.running.discard(self)
+            super().stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         shown = [task for task in self.tasks if not task.fields["delayed"] or (task.elapsed or 0.0) >= _DELAY]
@@ -212,9 +215,9 @@ class Console:
         self._quiet = quiet
         self._rich = RichConsole(file=cast(IO[str], self._file), highlight=False)
         self._now = clock
-        self._display: LiveDisplay | None = None
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[facts]}"))
+        self._display = LiveDisplay(*columns, console=self._rich, transient=True, get_time=clock)
         self._run_row: TaskID | None = None
-        self._operation_row: TaskID | None = None
         self._operation: Operation | None = None
         self._total = 0
         self._accuracy: float | None = None
@@ -241,7 +244,7 @@ class Console:
         self._clock = [*self._clock, (step, now)][-_WINDOW - 1 :]
         facts = "  ".join(self._facts(step, metrics))
         evaluated = any(finite(metrics, f"{label}/accuracy") is not None for label in ("eval", "before", "after"))
-        if self._display is not None and self._run_row is not None:
+        if self._run_row is not None:
             self._display.update(self._run_row, completed=step, facts=escape(facts))
         elif evaluated or step == self._total or now - self._last_step_at >= INTERVAL:
             self._last_step_at = now
@@ -251,9 +254,9 @@ class Console:
         """Show an operation at once, e.g. "loading MODEL", before the first call of `progress` with the same text."""
         if self._operation is not None and self._operation.what == what:
             return
-        self._begin(what)
+        operation = self._begin(what)
         if self._live:
-            self._show_operation(delayed=False)
+            operation.row = self._add_row(one_line(what), total=None)
         else:
             self._print(what)
 
@@ -271,48 +274,31 @@ class Console:
         now = self._now()
         operation.first = operation.first or (done, tokens, now)
         if self._live and now - operation.updated >= _REFRESH:
-            self._show_operation()
-            assert self._display is not None and self._operation_row is not None
+            if operation.row is None:
+                operation.row = self._add_row(one_line(what), total=None, delayed=True)
             facts = operation.facts(done, total, unit, tokens, now, most_tokens)
             completed, bar = (tokens, most_tokens) if most_tokens else (done, total if total > 1 else None)
-            self._display.update(self._operation_row, completed=completed, total=bar, facts=escape(facts))
+            self._display.update(operation.row, completed=completed, total=bar, facts=escape(facts))
             operation.updated = now
         elif not self._live and operation.line_is_due(done, tokens, self._last_line_at, now):
             self._print("  ".join(filter(None, (what, operation.facts(done, total, unit, tokens, now, most_tokens)))))
 
     def end_operation(self) -> None:
         """Remove the operation from the live display, which disappears unless it also shows the steps of a run."""
-        self._operation = None
-        if self._display is not None and self._operation_row is not None:
-            self._display.remove_task(self._operation_row)
-            self._operation_row = None
+        operation, self._operation = self._operation, None
+        if operation is not None and operation.row is not None:
+            self._display.remove_task(operation.row)
             if self._run_row is None:
-                self._stop_display()
+                self._display.stop()
 
     def _begin(self, what: str) -> Operation:
         self.end_operation()
         self._operation = Operation(what, self._now())
         return self._operation
 
-    def _show_operation(self, delayed: bool = True) -> None:
-        if self._operation is not None and self._operation_row is None:
-            self._operation_row = self._add_row(one_line(self._operation.what), total=None, delayed=delayed)
-
     def _add_row(self, name: str, facts: str = "", *, delayed: bool = False, **values: Any) -> TaskID:
-        if self._display is None:
-            columns = (
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[facts]}"),
-            )
-            self._display = LiveDisplay(*columns, console=self._rich, transient=True, get_time=self._now)
-            self._display.start()
+        self._display.start()
         return self._display.add_task(escape(name), facts=escape(facts), delayed=delayed, **values)
-
-    def _stop_display(self) -> None:
-        if self._display is not None:
-            self._display.stop()
-            self._display = None
 
     def note(self, text: str) -> None:
         self._print(text)
@@ -345,8 +331,10 @@ class Console:
     def stop(self) -> None:
         """Remove the live display."""
         self._total, self._clock, self._last_step_at = 0, [], -math.inf
-        self._run_row = self._operation_row = self._operation = None
-        self._stop_display()
+        self._run_row = self._operation = None
+        self._display.stop()
+        for row in self._display.task_ids:
+            self._display.remove_task(row)
 
     def __enter__(self) -> Console:
         return self

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from assay.algos import Algorithm, LengthLimits
+from assay.algos import LengthLimits
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
@@ -24,9 +24,6 @@ from assay.models.device import free_memory
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
-from assay.runs.curves import check_trackers
-from assay.runs.diagnose.settings import diagnose_settings
-from assay.runs.directory import check_name
 from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
 from assay.tasks.base import NoSuchSplit, prompts_of
@@ -43,10 +40,11 @@ from assay.train.learner.parallel import parallelise
 from assay.train.learner.subprocess_updater import SubprocessUpdater, policy_device
 from assay.train.learner.update import Updater
 from assay.train.progress import Schedule, Stopping
+from assay.train.ranks import check_inputs, check_layout, start_mesh
 from assay.train.recorder import Recorder
 from assay.train.reference import load_reference
 from assay.train.run import TrainingRun
-from assay.train.sources import GroupSource, OnPolicySource, PromptStream, Replay
+from assay.train.sources import OnPolicySource, PromptStream, Replay
 from assay.train.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method
 from assay.train.trust import remember_trust
 from assay.types import Prompt, UserError, plural
@@ -57,7 +55,7 @@ CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start
 def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     """Build a run from its settings. Errors in the settings are raised before the run directory is created."""
     started = time.perf_counter()
-    mesh = checks.start_mesh(cfg)
+    mesh = start_mesh(cfg)
     run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
     if run.learner.algo.needs.reference:
         load_reference(run.learner.updater, cfg, run.tokenizer, console)
@@ -75,7 +73,7 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
 def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
     """Resume a run from its last intact checkpoint. Everything that was written after that checkpoint is deleted."""
     started = time.perf_counter()
-    mesh, path = checks.start_mesh(cfg), directory.path
+    mesh, path = start_mesh(cfg), directory.path
     step = last_checkpoint(cfg, path, mesh, console)
     source, base_damaged = resumed_model(cfg, path, step, mesh, console)
     adapters = checkpoints.folder(path, step) / checkpoint.ADAPTER if cfg.lora.rank and step is not None else None
@@ -182,14 +180,12 @@ def assemble(
     `source`: the model. `directory`: of a resumed run; without it, the path of the run directory is set later.
     `adapters`: LoRA adapters of a resumed run. `checked_texts`: prompts and solutions checked for unknown words.
     """
-    check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
-    check_name(cfg.name or "run")
-    checks.check_quantization(cfg, mesh)
+    checks.check_settings(cfg)
     device = policy_device(cfg, mesh)
     algo = components.build_algorithm(cfg)
-    checks.check_async_ranks(cfg, mesh, algo)
+    check_layout(cfg, mesh, algo)
     dtype = pick_dtype(cfg.dtype, mesh.device)
-    task, train, evaluations = load_problems(cfg, algo, console)
+    task, train, evaluations = load_problems(cfg, console)
     # Before the model, which may take minutes to load.
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         checks.check_judge(judge, train[0])
@@ -198,29 +194,30 @@ def assemble(
     train = components.select_prompts(train, cfg, renderer, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
-    complete = cfg.model_dump() | {"algo": dict(algo.settings)}
-    for cause in diagnose_settings(complete, policy.parameter_count):
+    for cause in checks.settings_problems(cfg, algo, task, policy.parameter_count):
         console.warn(str(cause))
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
-        tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.recompute)
+        tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = components.build_demonstrations(cfg, renderer, console)
-    splits = {"train": train} | {label.partition(":")[2]: prompts for label, prompts in evaluations.items()}
+    splits = {"train": train} | {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
     trial.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
-    checks.check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
+    check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
-    checks.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
+    trial.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     components.prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
-    checks.check_collector(cfg, collector, train, evaluations, policy, console)
+    trial.check_collector(cfg, collector, train, evaluations, policy, console)
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
+    # Asynchronous sampling without staleness is on-policy.
+    make_source = AsyncSource if cfg.source.name == "async" and cfg.source.max_staleness else OnPolicySource
     weight_sync = WeightSync(updater, engine, verify, cfg.engine.verify_every)
     if verify == "probe":
         prompts = renderer.all_prompt_ids(PromptStream(train, cfg.seed).next(PROBE_PROMPTS))
@@ -231,7 +228,7 @@ def assemble(
         directory=directory,
         schedule=schedule,
         collector=collector,
-        source=build_source(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
+        source=make_source(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
         learner=Learner(cfg, algo, updater, schedule, critic),
         replay=Replay(cfg.replay, cfg.seed),
         weight_sync=weight_sync,
@@ -242,34 +239,15 @@ def assemble(
     )
 
 
-def build_source(
-    cfg: TrainConfig,
-    algo: Algorithm,
-    collector: Collector,
-    prompts: PromptStream,
-    schedule: Schedule,
-    stopping: Stopping,
-) -> GroupSource:
-    """The source of groups. An asynchronous one without staleness is the on-policy one."""
-    if cfg.source.name == "on_policy":
-        return OnPolicySource(cfg, algo, collector, prompts, schedule, stopping)
-    make = AsyncSource if cfg.source.max_staleness else OnPolicySource
-    return make(cfg, algo, collector, prompts, schedule, stopping)
-
-
-def load_problems(
-    cfg: TrainConfig, algo: Algorithm, console: Console
-) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
-    """The task or environment, the prompts of the train split, and those of evaluations by "label:split"."""
+def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
+    """The task or environment, the prompts of the train split, and those of evaluations by label."""
     task = components.build_problems(cfg.task, cfg.env)
-    unused = components.unused_tokenizer(cfg.model)
-    for warning in (*checks.unused_settings(cfg, algo, task), *checks.risky_settings(cfg, algo), unused):
-        if warning:
-            console.warn(warning)
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
-    checks.check_overlap(train, evaluations, console)
-    checks.check_ids(train, evaluations, console)
+    for cause in checks.data_problems(cfg, train, evaluations, console.note):
+        if cause.severity == "error":  # no problem of an evaluation is new to the model
+            raise UserError(str(cause))
+        console.warn(str(cause))
     return task, train, evaluations
 
 
@@ -358,16 +336,15 @@ def shard_and_build_engine(
 
 
 def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
-    """Problems of the evaluations start, before and after, and of the periodic one, by "label:split"."""
+    """Problems of the evaluations start, before and after, and of the periodic one, by label."""
     final = components.take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
     # A randomly initialized model is not evaluated before its warm start.
-    warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(components.PRESET)
+    warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(checks.PRESET)
     labels = ("start", "before", "after") if warm_started else ("before", "after")
-    prompts = {f"{label}:{cfg.eval.final_split}": final for label in labels}
+    prompts = dict.fromkeys(labels, final)
     if has_rl_steps(cfg):
         try:
-            periodic = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
-            prompts[f"eval:{cfg.eval.split}"] = periodic
+            prompts["eval"] = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
         except NoSuchSplit as error:
             if cfg.eval.every:
                 raise UserError(f"{error}; eval.every = 0 turns periodic evaluation off") from None
@@ -384,7 +361,7 @@ GIB = 2**30
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run and check its inputs without training. Yields the report line by line."""
-    mesh = checks.start_mesh(cfg)
+    mesh = start_mesh(cfg)
     source = components.model_source(cfg.model, cfg.runs_dir)
     run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=trial.READ)
     collector, stream, learner = run.collector, run.source.prompts, run.learner

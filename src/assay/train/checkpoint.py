@@ -25,10 +25,10 @@ from assay.runs import checkpoints
 from assay.runs.resolve import SETTINGS
 from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.text import Tokenizer
-from assay.train.checks import check_replicas
 from assay.train.learner.critic import Critic
 from assay.train.learner.optim import allocate_optimizer_state, optimizer_tensors
 from assay.train.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
+from assay.train.ranks import check_replicas
 from assay.train.sources import ReplayBuffer
 from assay.types import Group, UserError
 

@@ -48,11 +48,10 @@ from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.messages import MessageRenderer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
+from assay.train.checks import PRESET, PRESET_TOKENIZERS, unused_tokenizer
 from assay.train.progress import Stopping
 from assay.types import Progress, Prompt, UserError, describe_error, plural
 
-PRESET = "preset:"
-PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
 PRESET_LENGTH = 512
 ENDPOINT = "openai"  # the engine without weights
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
@@ -208,14 +207,6 @@ def build_tokenizer(cfg: ModelConfig, source: str, task: Task | None) -> Tokeniz
     return word_tokenizer(words())
 
 
-def unused_tokenizer(cfg: ModelConfig) -> str:
-    """A warning if `model.tokenizer` has no effect, because the model is no preset; else empty."""
-    if cfg.tokenizer not in PRESET_TOKENIZERS or not cfg.source or cfg.source.startswith(PRESET):
-        return ""
-    names = " and ".join(map(repr, PRESET_TOKENIZERS))
-    return f"model.tokenizer has no effect: {names} are for presets, and {cfg.source} has its own tokenizer"
-
-
 def build_policy(
     cfg: ModelConfig,
     source: str,
@@ -294,12 +285,13 @@ def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, rec
 def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
     """Set up compilation and activation recomputation for training."""
     if not isinstance(policy, Decoder):
-        if cfg.recompute or cfg.compile == "on":
+        if cfg.activation_checkpointing or cfg.compile == "on":
             raise UserError(
-                "train.recompute and train.compile are not for models that run through transformers: remove them"
+                "train.activation_checkpointing and train.compile are not for models that run through transformers: "
+                "remove them"
             )
         return
-    policy.recompute = cfg.recompute
+    policy.recompute = cfg.activation_checkpointing
     if policy.quantized:
         if cfg.compile == "on":
             raise UserError("train.compile does not work with lora.quantize: remove one of them")
@@ -348,7 +340,7 @@ def build_engine(
     from assay.engine import make_engine
 
     device, engine = device or policy.device, cfg.engine
-    options = {"max_batch", "memory", "prefill_tokens", "sleep_while_training", "kv_on_update"}
+    options = {"max_batch", "kv_cache_gib", "prefill_tokens", "sleep_while_training", "kv_on_update"}
     return make_engine(
         custom_backend(engine.name) if is_custom_backend(engine) else engine.name,
         policy,
@@ -460,8 +452,8 @@ def build_server(
     if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")
     settings = cfg.model.model_copy(update={"source": model})
-    if warning := unused_tokenizer(settings):
-        console.warn(warning)
+    for problem in unused_tokenizer(settings):
+        console.warn(str(problem))
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.engine.dtype, device)
 

@@ -33,22 +33,15 @@ class RunEvaluator:
 
     cfg: TrainConfig
     collector: Collector
-    prompts: Mapping[str, Sequence[Prompt]]  # by "label:split"
+    prompts: Mapping[str, Sequence[Prompt]]  # by label
     directory: Run
     console: Console
 
-    def split(self, label: str) -> str:
-        return self.cfg.eval.split if label == "eval" else self.cfg.eval.final_split
-
-    def includes(self, label: str) -> bool:
-        """Whether the run has an evaluation with this label."""
-        return f"{label}:{self.split(label)}" in self.prompts
-
     def measure(self, label: str, step: int) -> dict[str, float]:
         """Evaluate, write the answers to the files of `step`, and return metrics."""
-        split, started = self.split(label), time.perf_counter()
+        split, started = self.cfg.eval.split_of(label), time.perf_counter()
         params = sampling_params(self.cfg.eval, self.cfg.eval.samples, self.cfg.sampling)
-        report, groups = evaluate(self.collector, self.prompts[f"{label}:{split}"], params, self.cfg.seed)
+        report, groups = evaluate(self.collector, self.prompts[label], params, self.cfg.seed)
         if self.collector.mesh.is_main:
             rollouts.write_rollouts(self.directory.path, step, groups, "eval", split=f"{label}-{split}")
         summary = report.summary()
@@ -70,7 +63,7 @@ class RunEvaluator:
 
         `repeatable`: whether the weights of the evaluation "before" are those of the checkpoint of step 0.
         """
-        path, split = self.directory.path, self.split("after")
+        path, split = self.directory.path, self.cfg.eval.final_split
         lines = self.collector.mesh.on_main(lambda: rollouts.read_lines(path, step, "eval", f"after-{split}"))
         after = Report.read(lines)
         before = self._first_report(after.ids, policy, step, repeatable)
@@ -89,7 +82,7 @@ class RunEvaluator:
 
     def _first_report(self, ids: list[str], policy: PolicyModel, step: int, repeatable: bool) -> Report | None:
         """The evaluation "before" on the problems `ids`, repeated if its file is lost. None if that is impossible."""
-        path, name = self.directory.path, f"before-{self.split('before')}"
+        path, name = self.directory.path, f"before-{self.cfg.eval.final_split}"
         report, problem = self.collector.mesh.on_main(lambda: read_report(path, name, ids))
         if not problem:
             return report

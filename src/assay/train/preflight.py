@@ -6,9 +6,9 @@ Takes seconds. `assay train --dry-run` also loads the model and tries an update.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -20,15 +20,13 @@ from assay.models.quantize import BLOCK
 from assay.models.spec import ModelSpec, spec_from_hf
 from assay.runs.diagnose import Diagnosis
 from assay.runs.diagnose.causes import now, ranked
-from assay.runs.diagnose.folder import explain_leakage
-from assay.runs.diagnose.settings import diagnose_settings
 from assay.tasks import Task
-from assay.tasks.base import overlap
 from assay.tasks.judging import build_judge_pool
 from assay.train import checks, components
 from assay.train.build import evaluation_prompts
 from assay.types import UserError
 
+T = TypeVar("T")
 GIB = 2**30
 TYPICAL_VOCABULARY = 1_000  # of presets, whose vocabulary comes from the task
 TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized here
@@ -37,43 +35,25 @@ TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized here
 def diagnose_config(cfg: TrainConfig) -> list[Diagnosis]:
     """Causes that the settings, the task and the size of the model show, most important first."""
     found: list[Diagnosis] = []
+    attempt(found, lambda: checks.check_settings(cfg))
     algo = attempt(found, lambda: components.build_algorithm(cfg), "zero_loss" if cfg.train.samples == 1 else "refused")
     spec = attempt(found, lambda: model_spec(cfg))
-    found += diagnose_settings(complete(cfg, algo), spec.parameters if spec else None)
+    task = attempt(found, lambda: components.build_problems(cfg.task, cfg.env))
+    found += checks.settings_problems(cfg, algo, task, spec.parameters if spec else None)
     if spec is not None and (cause := estimate_memory(cfg, spec, algo)):
         found.append(cause)
-    task = attempt(found, lambda: components.build_problems(cfg.task, cfg.env))
-    if algo is not None:
-        found += [as_note("risky_setting", text) for text in checks.risky_settings(cfg, algo)]
-        found += [as_note("unused_setting", text) for text in checks.unused_settings(cfg, algo, task)]
     if task is not None:
         attempt(found, lambda: check_task(cfg, task, found))
     return ranked(merged(found))
 
 
-def attempt(found: list[Diagnosis], make: Any, name: str = "refused") -> Any:
+def attempt(found: list[Diagnosis], make: Callable[[], T], name: str = "refused") -> T | None:
     """The result of `make`. What a run would refuse becomes a cause, and the result is None."""
     try:
         return make()
     except UserError as error:
-        found.append(Diagnosis(name, *split_message(str(error))))
+        found.append(Diagnosis(name, error.problem.what, error.problem.remedy))
         return None
-
-
-def split_message(text: str) -> tuple[str, str]:
-    """What an error message says is wrong, and what to do."""
-    what, known, names = text.partition(" known: ")
-    if known:  # an unknown name, perhaps with a suggestion
-        what, _, suggestion = what.removesuffix(";").partition(": ")
-        return what, f"{suggestion} Known: {names}" if suggestion else f"use one of {names}"
-    what, _, remedy = text.rpartition(": ")
-    return (what, remedy) if what else (text, "see the message")
-
-
-def as_note(name: str, text: str) -> Diagnosis:
-    """A warning of the checks before a run, whose last part is the remedy or the reason."""
-    what, separator, rest = text.partition(": ")
-    return Diagnosis(name, what, rest if separator else "no change is needed if this is intended", "note")
 
 
 def merged(causes: list[Diagnosis]) -> Iterator[Diagnosis]:
@@ -85,36 +65,25 @@ def merged(causes: list[Diagnosis]) -> Iterator[Diagnosis]:
         if not others:
             yield first
             continue
-        more = "".join(f"; {one.evidence}" for one in others)
-        remedies = list(dict.fromkeys(one.remedy for one in (first, *others)))
+        more = "".join(f"; {other.evidence}" for other in others)
+        remedies = list(dict.fromkeys(filter(None, (cause.remedy for cause in (first, *others)))))
         yield Diagnosis(first.name, first.evidence + more, "; ".join(remedies), first.severity)
 
 
-def complete(cfg: TrainConfig, algo: Algorithm | None) -> dict[str, Any]:
-    """All settings, with those of the recipe."""
-    algorithm = {} if algo is None else {"algo": dict(algo.settings)}
-    return cfg.model_dump() | algorithm
-
-
 def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
-    """Check the judge on one problem, and compare the train split with those of evaluations."""
+    """Check the judge on one problem, and the splits."""
     train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         attempt(found, lambda: checks.check_judge(judge, train[0]), "judge_fails")
-    for label, prompts in evaluation_prompts(cfg, task).items():
-        kind, _, split = label.partition(":")
-        if kind in ("before", "eval") and split != "train":
-            shared = overlap(train, prompts)
-            if shared.n_shared:
-                found.append(explain_leakage(split, shared.n_shared, shared.n_eval, shared.examples[0]))
+    found += checks.data_problems(cfg, train, evaluation_prompts(cfg, task), note=lambda text: None)
 
 
 def model_spec(cfg: TrainConfig) -> ModelSpec | None:
     """The shape of the model, without its weights; None if it is not known here, as of a model on the hub."""
     source = components.model_source(cfg.model, cfg.runs_dir)
-    if source.startswith(components.PRESET):
+    if source.startswith(checks.PRESET):
         length = cfg.model.max_length or components.PRESET_LENGTH
-        return preset(source.removeprefix(components.PRESET), TYPICAL_VOCABULARY, length)
+        return preset(source.removeprefix(checks.PRESET), TYPICAL_VOCABULARY, length)
     config = Path(source).expanduser() / "config.json"
     try:
         return spec_from_hf(json.loads(config.read_text())) if config.is_file() else None
@@ -162,5 +131,4 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
         f"the run needs at least {total / GIB:.1f} GiB ({listed}), and {free / GIB:.1f} GiB are free on {device}",
         f"use a smaller model, LoRA ({now(config, 'lora.rank')}), more devices (docs/scaling.md), or end other "
         "processes that use the memory",
-        "warning",
     )

@@ -23,7 +23,7 @@ from assay.runs.console import Console
 from assay.runs.curves import Tracker, make_trackers
 from assay.runs.diagnose import Diagnosis, diagnose, remember
 from assay.runs.diagnose.files import RunFiles
-from assay.runs.diagnose.folder import diagnose_folder, with_examples
+from assay.runs.diagnose.folder import diagnose_files, with_examples
 from assay.runs.diagnose.speed import record_speed
 from assay.runs.directory import read_metrics
 from assay.train import faults
@@ -97,8 +97,9 @@ class Recorder:
 
     def diagnose(self, summary: Mapping[str, Any]) -> list[Diagnosis]:
         """What has kept the finished run from learning or harmed it. The overlap of splits was checked at the start."""
-        causes = diagnose_folder(RunFiles(self.path), self.settings, summary, leakage=False)
-        record_speed(self.path, read_metrics(self.path), self.settings)
+        rows = read_metrics(self.path)
+        causes = diagnose_files(RunFiles(self.path), rows, self.settings, summary, leakage=False)
+        record_speed(self.path, rows, self.settings)
         return causes
 
     def log_warm_start(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -23,10 +23,11 @@ from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
 from assay.train.checkpoint import FILE_BYTES
 from assay.train.checkpoint import REFERENCE as FOLDER
-from assay.train.checks import check_weights
-from assay.train.components import PRESET, loading, reference_is_dynamic
+from assay.train.checks import PRESET
+from assay.train.components import loading, reference_is_dynamic
 from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
+from assay.train.ranks import check_weights
 from assay.types import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -253,7 +253,7 @@ class TrainingRun:
         if learner.policy.lora is not None and first:  # else a checkpoint uses it already
             checkpoint.save_base(self.directory.path, learner.policy, self.tokenizer, self.mesh.is_main)
         if trains and self.cfg.sft.steps and "sft" not in state.facts:  # present if the evaluation was interrupted
-            if self.evaluator.includes("start") and first:
+            if "start" in self.evaluator.prompts and first:
                 self._measure_and_log("start")
             self._sft_warm_start()
         state.unmeasured = {} if trains else None

@@ -1,5 +1,5 @@
-"""Trials of a user's data and code before a run: worked solutions, words unknown to the tokenizer, the environment, and
-one update on a small batch with the user's advantage and loss. No trial changes the policy's weights or writes files.
+"""Checks before a run that need its tokenizer, model or engine: texts, lengths of prompts, capabilities of the engine,
+and trials of the user's environment, advantage and loss. No trial changes the policy's weights or writes files.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import torch
 
 from assay.awaiting import resolve
 from assay.config import TrainConfig
-from assay.engine.base import SamplingParams
+from assay.engine.base import BaseEngine, SamplingParams
 from assay.envs.base import Env, safe_step
+from assay.models import PolicyModel
 from assay.models.device import free_memory
 from assay.rollout import Collector
+from assay.rollout.episodes import check_history
 from assay.runs.console import Console
 from assay.tasks.base import LazyPrompts
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer
 from assay.train.learner.learner import Learner
+from assay.train.sync import Method
 from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
 
 PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
-GENERATED, READ = 256, 20_000  # solutions whose tokens are checked: generated ones, ones from a file
+GENERATED, READ = 256, 20_000  # texts whose tokens are checked: generated ones, ones from a file
+MAX_GENERATED = 64  # prompts per generated split whose length is checked
 TEMPLATE_TOKENS = 16  # bos, and tokens of an empty text
 MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
 
@@ -138,6 +142,78 @@ def unknown_prompt_words(split: str, prompts: Sequence[Prompt], renderer: Render
     texts = ["\n".join(message["content"] for message in prompt.messages) for prompt in prompts]
     ids = renderer.all_prompt_ids(prompts)
     yield from unknown_words(f"{split} prompts", prompts, texts, ids, renderer.tokenizer)
+
+
+def check_collector(
+    cfg: TrainConfig,
+    collector: Collector,
+    train: Sequence[Prompt],
+    evaluations: Mapping[str, Sequence[Prompt]],
+    policy: PolicyModel,
+    console: Console,
+) -> None:
+    """Check the environment and the lengths of prompts."""
+    if collector.env and (warning := check_history(collector.renderer, collector.env, train[0])):
+        console.warn(warning)
+    context = min(cfg.model.max_length or policy.max_length, policy.max_length)
+    splits = (train, *evaluations.values())
+    new_tokens = cfg.sampling.max_new_tokens
+    if longest := max(check_prompt_lengths(collector, prompts, new_tokens, context) for prompts in splits):
+        console.warn(
+            f"engine.kv_cache_gib holds keys and values of {collector.engine.info.max_length - 1} tokens, and prompts "
+            f"have up to {longest}: longer answers are cut off; raise engine.kv_cache_gib, or lower "
+            "sampling.max_new_tokens"
+        )
+
+
+def check_prompt_lengths(collector: Collector, prompts: Sequence[Prompt], new_tokens: int, context: int) -> int:
+    """Raise if a prompt fills the context; of a generated split, the first few are checked.
+
+    Returns the length of the longest prompt if answers are limited by the engine's memory, not by the context; else 0.
+    """
+    checked = prompts[: MAX_GENERATED if isinstance(prompts, LazyPrompts) else READ]
+    ids = collector.renderer.all_prompt_ids(checked)
+    collector.check_lengths(checked, ids)
+    longest, limit = max(map(len, ids)), collector.engine.info.max_length
+    return longest if limit < context and longest + new_tokens > limit else 0
+
+
+def check_capabilities(cfg: TrainConfig, engine: BaseEngine, trains: bool, verify: Method, console: Console) -> None:
+    """Refuse an engine that cannot serve this run, and warn of everything that degrades.
+
+    `trains`: not only SFT. `verify`: how weight syncs are verified.
+    """
+    has, name = engine.info.capabilities, cfg.engine.name
+    if trains and not has.temperature_logprobs:
+        raise UserError(
+            f"engine {name} does not report log-probabilities at the sampling temperature (temperature_logprobs), "
+            "which training needs: set engine.name to auto, or to an engine that does"
+        )
+    if trains and cfg.sampling.truncates and not has.truncated_logprobs:
+        raise UserError(
+            f"engine {name} reports log-probabilities after truncation (truncated_logprobs), which training cannot "
+            "use: switch off sampling.top_k, top_p, min_p and min_new_tokens, or set engine.name to auto"
+        )
+    if cfg.source.name == "async" and cfg.source.max_staleness and not has.inflight_updates:
+        raise UserError(
+            f"engine {name} cannot update weights while it generates (inflight_updates), which asynchronous training "
+            "needs: set source.max_staleness = 0, or engine.name to native, assay, vllm or sglang"
+        )
+    if not has.exact_seeds:
+        console.warn(
+            f"engine {name} has no exact seeds (exact_seeds): the same seed may give different tokens, and a resumed "
+            "run does not repeat what it had sampled"
+        )
+    if verify == "off" and cfg.engine.verify != "off":
+        console.warn(
+            f"engine {name} has neither a fingerprint of its weights (fingerprint) nor scores (score): weights are not "
+            "verified after a sync"
+        )
+    if verify == "probe" and cfg.engine.verify == "auto":
+        console.note(f"engine {name} has no fingerprint of its weights: probe sequences verify every weight sync")
+    for metric in ("entropy", "kept_mass"):
+        if trains and not getattr(has, metric):
+            console.warn(f"engine {name} does not report {metric}: the metric sampling/{metric} is left out")
 
 
 def try_env(env: Env, prompt: Prompt) -> None:

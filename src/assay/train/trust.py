@@ -20,6 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic_core import to_jsonable_python
+
 from assay.config import TrainConfig
 from assay.config.settings import Resource, keys, resource_of
 from assay.rewards import importing
@@ -143,40 +145,28 @@ def trust_file(cfg: TrainConfig, contents: bool) -> Path:
 
 def digest(cfg: TrainConfig, contents: bool) -> str:
     """A hash of all settings that name something, of the paths of code, and of its `contents` and all other paths."""
-    settings = code_settings(cfg)
-    entries = list(named_in(cfg))
-    if any(entry.resource not in NOT_CHECKED_AT_START for entry in entries):  # else as in records of earlier versions
-        settings["named"] = [[entry.key, entry.text, location(entry) if contents else ""] for entry in entries]
+    settings = {key: to_jsonable_python(value, fallback=str) for key, _, value in named_settings(cfg)}
     files = {
         name: [str(file := code_file(name)), content_hash(file) if contents else "any"] for name in code_names(cfg)
     }
-    text = json.dumps([settings, files], sort_keys=True)
+    paths = [location(entry) for entry in named_in(cfg)] if contents else []
+    text = json.dumps([settings, files, paths], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def code_settings(cfg: TrainConfig) -> dict[str, Any]:
-    chosen: dict[str, Any] = {
-        "task": cfg.task.model_dump(mode="json", exclude_none=True),
-        "env": cfg.env.model_dump(mode="json", include={"name", "path", "args"}, exclude_none=True),
-        "reward": cfg.reward.function,
-        "algo": cfg.algo.code(),
-        "sft": cfg.sft.model_dump(mode="json", include={"args"}, exclude_none=True),
-    }
-    if cfg.reward.functions:  # else left out, as in the records of versions with one function
-        chosen["rewards"] = cfg.reward.functions
-    if ":" in cfg.engine.name:  # else it is left out, as in the records of versions without engines by path
-        chosen["engine"] = cfg.engine.name
-    return chosen
-
-
-def named_in(cfg: TrainConfig) -> Iterator[Named]:
-    """Everything that the settings name; default values name nothing."""
+def named_settings(cfg: TrainConfig) -> Iterator[tuple[str, Resource, Any]]:
+    """The settings that declare a `Resource`, with their values; default values name nothing."""
     default = TrainConfig()
     for key, field in keys(TrainConfig):
         resource = resource_of(field)
         value, usual = (reduce(getattr, key.split("."), settings) for settings in (cfg, default))
-        if resource is None or value == usual:
-            continue
+        if resource is not None and value != usual:
+            yield key, resource, value
+
+
+def named_in(cfg: TrainConfig) -> Iterator[Named]:
+    """Everything that the settings name."""
+    for key, resource, value in named_settings(cfg):
         for path, text in leaves(key, value):
             if resource is Resource.CODE and path.endswith(f".{UNCONFINED}"):
                 yield Named(path, Resource.PROGRAM, text)

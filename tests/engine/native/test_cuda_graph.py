@@ -116,7 +116,7 @@ def test_preemption_and_weight_updates_reuse_captured_graphs() -> None:
     asked = [Request([7 * i + j for j in range(5)], SamplingParams(n=6, max_new_tokens=60), seed=i) for i in range(3)]
     blocks = 192 // BLOCK_SIZE
     block = 2 * spec.layers * spec.kv_heads * spec.head_dim * 4 * BLOCK_SIZE
-    engine = native(model, "cuda", max_batch=8, memory=(blocks * block + 1) / GIB)
+    engine = native(model, "cuda", max_batch=8, kv_cache_gib=(blocks * block + 1) / GIB)
     assert engine.blocks.total == blocks
     expected = flat(generate(native(model, "cuda", max_batch=8), asked))
     assert share_of_equals(flat(generate(engine, asked)), expected) >= 0.8
@@ -214,7 +214,7 @@ def test_losses_of_every_recipe_run_on_cuda() -> None:
 def test_sleep_releases_the_kv_cache_and_captured_graphs_stay_valid() -> None:
     model = small_decoder(small_spec("qwen2", head_dim=64, max_length=160), seed=1)
     asked = [Request([7 * i + j for j in range(20)], SamplingParams(n=6, max_new_tokens=40), seed=i) for i in range(3)]
-    engine = native(model, "cuda", torch.bfloat16, max_batch=8, memory=2.0, sleep_while_training=True)
+    engine = native(model, "cuda", torch.bfloat16, max_batch=8, kv_cache_gib=2.0, sleep_while_training=True)
     size = engine.runner.kv.nbytes
     assert size > GIB
     torch.cuda.empty_cache()  # memory that torch releases later would be counted as cache

@@ -50,7 +50,7 @@ def native(
         *("native", model),
         device=DEVICE,
         dtype=dtype,
-        memory=options.pop("memory", memory),
+        kv_cache_gib=options.pop("kv_cache_gib", memory),
         decode=words,
         kv_on_update=kv,  # type: ignore[arg-type]
         **{"max_batch": 16, **options},
@@ -334,7 +334,7 @@ def test_recorded_graphs_stay_valid_after_updates(kv: str) -> None:
 
 @pytest.mark.parametrize("kv", KV)
 def test_weights_are_updated_while_the_engine_sleeps_and_between_sleeps(kv: str) -> None:
-    engine = native(weights(0), kv=kv, sleep_while_training=True, memory=1.0)
+    engine = native(weights(0), kv=kv, sleep_while_training=True, kv_cache_gib=1.0)
     kept = SamplingParams(max_new_tokens=20)
     for version in VERSIONS[1:]:
         ((first,),) = generate(engine, [Request([1, 2, 3], kept, seed=1, keep=True)])

@@ -293,7 +293,7 @@ def test_cache_blocks_use_the_budget_and_do_not_exceed_it(blocks: int) -> None:
 
 
 def test_a_budget_below_one_block_is_an_error() -> None:
-    with pytest.raises(UserError, match=rf"engine.memory = .* GiB .*less than one block .*{BLOCK} bytes"):
+    with pytest.raises(UserError, match=rf"engine.kv_cache_gib = .* GiB .*less than one block .*{BLOCK} bytes"):
         cache_blocks(SPEC, 4, 96, CPU, torch.float32, (BLOCK - 1) / GIB)
 
 
@@ -325,5 +325,5 @@ def test_a_new_cache_is_zeros_of_the_given_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_cache_larger_than_memory_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"cache of .* GiB does not fit on cpu: lower engine\.memory"):
+    with pytest.raises(UserError, match=r"cache of .* GiB does not fit on cpu: lower engine\.kv_cache_gib"):
         new_cache(SPEC, 1 << 50, CPU, torch.float32)

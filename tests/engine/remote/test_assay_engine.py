@@ -245,7 +245,7 @@ def test_training_gives_the_same_bits_as_the_native_engine(tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_weights_reach_a_server_on_the_same_gpu_without_files() -> None:
-    options = {**OPTIONS, "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "memory": 0.25}
+    options = {**OPTIONS, "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "kv_cache_gib": 0.25}
     model = tiny_model().to("cuda")
     settings = ServerConfig(transport="ipc")
     engine = make_engine("assay", model, {"settings": settings, "save_tokenizer": byte_tokenizer().save}, **options)

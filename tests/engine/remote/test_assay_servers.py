@@ -18,7 +18,7 @@ from assay.types import UserError
 
 
 def servers(options: dict[str, Any] | None = None, **settings: Any) -> LaunchedAssay:
-    values = {"device": "cpu", "dtype": torch.bfloat16, "max_batch": 7, "memory": 0.5} | (options or {})
+    values = {"device": "cpu", "dtype": torch.bfloat16, "max_batch": 7, "kv_cache_gib": 0.5} | (options or {})
     return LaunchedAssay(ServerConfig(**settings), EngineOptions(**values))
 
 
@@ -29,7 +29,7 @@ def test_the_command_has_the_settings_of_the_engine(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(KEY, "secret")
     cfg = serve.settings_of(parse(serve, "serve", words[4:]))  # the command line accepts all of them
     assert (cfg.http.port, cfg.http.allow_updates, cfg.http.api_key_env) == (1234, True, KEY)
-    assert (cfg.engine.dtype, cfg.engine.max_batch, cfg.engine.memory) == ("bfloat16", 7, 0.5)
+    assert (cfg.engine.dtype, cfg.engine.max_batch, cfg.engine.kv_cache_gib) == ("bfloat16", 7, 0.5)
     assert (cfg.device, cfg.model.max_length, cfg.engine.sleep_while_training) == ("cuda:2", 96, True)
 
 

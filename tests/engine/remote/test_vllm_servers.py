@@ -49,7 +49,7 @@ def test_arguments_follow_the_options() -> None:
     for part in ("--port 1234", "--max-num-seqs 7", "--max-model-len 97", "--dtype float32", "--load-format dummy"):
         assert part in text
     assert "--logprobs-mode processed_logprobs" in text and text.endswith("--enforce-eager --swap-space 1")
-    cuda = servers({"device": "cuda", "sleep_while_training": True, "memory": 2.0}, gpu_memory=0.3)
+    cuda = servers({"device": "cuda", "sleep_while_training": True, "kv_cache_gib": 2.0}, gpu_memory=0.3)
     text = " ".join(cuda._arguments(1, 96))
     assert "--gpu-memory-utilization 0.3" in text and "--enable-sleep-mode" in text and "--enforce-eager" not in text
     assert "--kv-cache-memory-bytes 2147483648" in text

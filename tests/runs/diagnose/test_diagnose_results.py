@@ -60,7 +60,9 @@ def test_needed_problems_follow_the_normal_approximation_and_exceed_those_measur
     assert problems_needed(9, 1, 0, 1.0) > 9
 
 
-@pytest.mark.parametrize(("metric", "key"), [("memory/gpu", "train.recompute"), ("memory/host", "reward.workers")])
+@pytest.mark.parametrize(
+    ("metric", "key"), [("memory/gpu", "train.activation_checkpointing"), ("memory/host", "reward.workers")]
+)
 def test_memory_that_is_nearly_full_is_reported_whatever_the_result(metric: str, key: str) -> None:
     full = steps(4, {metric: 0.96})
     for arguments in ((full, CONFIG), (full, CONFIG, summary(0.2, 0.6, 20, 0, 1e-5))):

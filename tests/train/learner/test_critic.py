@@ -305,10 +305,10 @@ def test_any_layout_of_four_ranks_trains_the_same_critic_as_one_process(tmp_path
     start(4, check_ranks, tmp_path, [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)])
 
 
-def test_train_recompute_applies_to_a_separate_trunk() -> None:
+def test_activation_checkpointing_applies_to_a_separate_trunk() -> None:
     found = []
     for recompute in (False, True):
-        cfg = TrainConfig.model_validate({"critic": {"lr": 1e-2}, "train": {"recompute": recompute}})
+        cfg = TrainConfig.model_validate({"critic": {"lr": 1e-2}, "train": {"activation_checkpointing": recompute}})
         own = make_critic(cfg, make_algorithm("ppo"), tiny_decoder(), Mesh(), torch.float64)
         assert own is not None and own.model.trunk.recompute is recompute
         groups = make_groups(tiny_decoder())

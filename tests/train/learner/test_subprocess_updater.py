@@ -155,7 +155,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--optim.name", "muon", "--optim.matrix_lr", 0.01),
     ),
     "half precision, kl": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
-    "dapo, recomputed": ("--algo.recipe", "dapo", "--train.recompute"),
+    "dapo, recomputed": ("--algo.recipe", "dapo", "--train.activation_checkpointing"),
     "gspo, corrected": ("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate"),
     "reinforce_pp, kl": ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--algo.updates", 2),
     "rloo, kl in the reward to an average": (

@@ -52,7 +52,7 @@ class NativeEngine(LocalEngine):
         vocabulary, spec = spec.vocab_size, spec if shard is None else shard.spec
         ops = make_operations(spec, max_length, self.device, dtype)
         self.network = FusedDecoder(spec, ops, self.device, dtype, shard)
-        total = cache_blocks(spec, max_batch, max_length, self.device, dtype, opts.memory)
+        total = cache_blocks(spec, max_batch, max_length, self.device, dtype, opts.kv_cache_gib)
         if self.group is not None:
             (total,) = min_over_ranks([total], self.group)
         # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.

@@ -160,7 +160,8 @@ def cache_blocks(
         blocks = int(budget * GIB) // block_bytes
         if blocks < 1:
             raise UserError(
-                f"engine.memory = {budget:g} GiB is less than one block of the KV cache ({block_bytes} bytes): raise it"
+                f"engine.kv_cache_gib = {budget:g} GiB is less than one block of the KV cache ({block_bytes} bytes): "
+                "raise it"
             )
         return blocks
     useful = max_batch * -(-max_length // BLOCK_SIZE)
@@ -186,7 +187,8 @@ def new_cache(
         return zeros_on_cpu(size).view(dtype).view(shape), None
     except (torch.OutOfMemoryError, MemoryError):
         raise UserError(
-            f"the KV cache of {size / GIB:.1f} GiB does not fit on {device}: lower engine.memory or engine.max_batch"
+            f"the KV cache of {size / GIB:.1f} GiB does not fit on {device}: lower engine.kv_cache_gib or "
+            "engine.max_batch"
         ) from None
 
 
@@ -245,8 +247,8 @@ class MappedMemory:
                 self._create()
             except MemoryError:
                 raise UserError(
-                    f"the {self.size / 2**30:.1f} GiB of the KV cache cannot be mapped again: lower engine.memory "
-                    "or train.token_budget"
+                    f"the {self.size / 2**30:.1f} GiB of the KV cache cannot be mapped again: lower "
+                    "engine.kv_cache_gib or train.token_budget"
                 ) from None
         call("cuMemMap", self.address, self.size, 0, self.handle, 0)
         access = Access(self.location, READ_AND_WRITE)

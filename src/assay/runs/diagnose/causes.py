@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from assay.types import Problem
+
 Severity = Literal["error", "warning", "note"]  # the run cannot learn; something harms it; worth knowing
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
@@ -26,6 +28,7 @@ CAUSES: dict[str, tuple[Severity, ...]] = {
     "equal_rewards": ("error",),
     "equal_in_groups": ("error",),
     "leakage": ("error", "warning"),
+    "repeated_ids": ("warning",),
     "learning_rate_high": ("warning",),
     "learning_rate_low": ("warning",),
     "mismatch": ("warning",),
@@ -73,14 +76,16 @@ class Diagnosis:
     name: str
     evidence: str
     remedy: str
-    severity: Severity = "error"
+    severity: Severity = None  # type: ignore[assignment]  # by default, the first one of `CAUSES`
     examples: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.severity is None:
+            object.__setattr__(self, "severity", CAUSES[self.name][0])
         assert self.severity in CAUSES[self.name], f"{self.name}: {self.severity}"
 
     def __str__(self) -> str:
-        return f"{self.evidence}: {self.remedy}"
+        return str(Problem(self.evidence, self.remedy))
 
 
 def ranked(causes: Iterable[Diagnosis]) -> list[Diagnosis]:

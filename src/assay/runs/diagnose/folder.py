@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -39,43 +39,34 @@ def diagnose_run(run: Run) -> list[Diagnosis]:
     return diagnose_files(RunFiles(run.path))
 
 
-def diagnose_files(files: RunFiles, rows: Sequence[Mapping[str, Any]] | None = None) -> list[Diagnosis]:
-    """Diagnose what can be read. Afterwards, `files.problems` says what cannot. `rows`: of metrics.jsonl, if known."""
-    found: list[Diagnosis | None] = []
+def diagnose_files(
+    files: RunFiles,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    config: Mapping[str, Any] | None = None,
+    summary: Mapping[str, Any] | None = None,
+    leakage: bool = True,
+) -> list[Diagnosis]:
+    """Diagnose what can be read. Afterwards, `files.problems` says what cannot.
+
+    `rows` (of metrics.jsonl), `config`, `summary`: read from the files unless they are given. `leakage`: also compare
+    the prompts of training and evaluations.
+    """
     rows = files.metrics() if rows is None else rows
-    for part in parts_of(files, files.config(), files.document("summary.json") or None, rows):
+    config = files.config() if config is None else config
+    summary = files.document("summary.json") or None if summary is None else summary
+    found: list[Diagnosis] = []
+
+    def attempt(rules: Callable[[], Iterable[Diagnosis | None]]) -> None:
         try:
-            found += part()
+            found.extend(filter(None, rules()))
         except UNEXPECTED as error:
             files.add_problem(f"some rules cannot be applied: a file has unexpected values ({describe_error(error)})")
-    return explained(found, files)
 
-
-def diagnose_folder(
-    files: RunFiles, config: Mapping[str, Any], summary: Mapping[str, Any] | None, leakage: bool = True
-) -> list[Diagnosis]:
-    """Diagnose a run whose files are intact. `leakage`: also compare prompts of training and evaluations."""
-    parts = parts_of(files, config, summary, files.metrics())
-    return explained([cause for part in parts[: None if leakage else -1] for cause in part()], files)
-
-
-def parts_of(
-    files: RunFiles,
-    config: Mapping[str, Any],
-    summary: Mapping[str, Any] | None,
-    rows: Sequence[Mapping[str, Any]],
-) -> list[Callable[[], list[Diagnosis | None]]]:
-    """The parts of a diagnosis, each with its own files. The comparison of prompts is the last one."""
-    return [
-        lambda: [*diagnose(rows, config, summary)],
-        lambda: [slower_than_best(files.path, rows, config)],
-        lambda: [shared_prompts(files, config)],
-    ]
-
-
-def explained(found: Sequence[Diagnosis | None], files: RunFiles) -> list[Diagnosis]:
-    """The causes by importance, with examples."""
-    return [with_examples(cause, files) for cause in ranked(cause for cause in found if cause is not None)]
+    attempt(lambda: diagnose(rows, config, summary))
+    attempt(lambda: [slower_than_best(files.path, rows, config)])
+    if leakage:
+        attempt(lambda: [shared_prompts(files, config)])
+    return [with_examples(cause, files) for cause in ranked(found)]
 
 
 # Examples

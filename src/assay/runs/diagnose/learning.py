@@ -91,7 +91,6 @@ def explain_solved(window: Window) -> Diagnosis | None:
         "too_easy",
         f"{percent(window.mean('reward/correct'))} of the answers {window.span} were correct",
         "the model has nothing left to learn here; train on harder problems (task.name, task.path, task.args)",
-        "warning",
     )
 
 

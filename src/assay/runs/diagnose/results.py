@@ -49,7 +49,6 @@ def fell_from_best(run: RunHistory) -> Diagnosis | None:
         f"the accuracy in evaluations during the run fell from {earlier} to {last}",
         f"keep the best checkpoint (save.best = true), end earlier ({now(run.config, 'train.steps')}), or lower "
         f"{now(run.config, 'optim.lr')}",
-        "warning",
     )
 
 
@@ -69,7 +68,6 @@ def unchanged_accuracy(summary: Mapping[str, Any], config: Mapping[str, Any]) ->
         + (", and so is the length of the answers" if same_length else ""),
         f"raise {' or '.join(now(config, key) for key in keys)}"
         + ("" if same_length or not steps else "; see whether reward/mean increases in curves.png"),
-        "warning",
     )
 
 
@@ -92,7 +90,6 @@ def not_significant(summary: Mapping[str, Any], config: Mapping[str, Any]) -> Di
         f"which may be chance (p = {p_value:.2g})",
         f"{more}; sample several answers per problem ({now(config, 'eval.samples')}), or train longer "
         f"({now(config, 'train.steps')})",
-        "note",
     )
 
 
@@ -109,18 +106,19 @@ def problems_needed(count: int, gained: int, lost: int, difference: float) -> in
 
 def memory_full(run: RunHistory) -> Diagnosis | None:
     for name, what, keys in (
-        ("memory/gpu", "GPU memory", ("train.token_budget", "engine.memory", "train.recompute")),
-        ("memory/host", "main memory", ("train.token_budget", "engine.memory", "reward.workers")),
+        ("memory/gpu", "GPU memory", ("train.token_budget", "engine.kv_cache_gib", "train.activation_checkpointing")),
+        ("memory/host", "main memory", ("train.token_budget", "engine.kv_cache_gib", "reward.workers")),
     ):
         window = Window(trailing(run.steps, run.at_least(name, FULL)), run.first, run.config)
         if len(window.rows) >= MIN_STEPS:
             listed = ", ".join(map(window.now, keys[:2]))
-            more = f"train.recompute = true, {window.now('engine.max_batch')}" if "recompute" in keys[2] else keys[2]
+            more = keys[2]
+            if more == "train.activation_checkpointing":
+                more = f"{more} = true, {window.now('engine.max_batch')}"
             return Diagnosis(
                 "memory_full",
                 f"{percent(max(values(window.rows, name)))} of the {what} was in use {window.span} ({name})",
                 f"lower {listed} or {more}, or end other processes that use it; a longer answer may not fit",
-                "warning",
             )
     return None
 
@@ -151,7 +149,6 @@ def explain_slow(speed: float, best: str, config: Mapping[str, Any]) -> Diagnosi
         f"{speed:,.0f} tokens per second were generated ({SPEED}), compared with {best}",
         f"see with {busy} whether other processes use the same device; check {now(config, 'threads')}, "
         f"{now(config, 'device')}, {now(config, 'engine.name')} and {now(config, 'engine.max_batch')}",
-        "warning",
     )
 
 
@@ -167,5 +164,5 @@ def starving(run: RunHistory) -> Diagnosis | None:
         window = Window(trailing(run.steps, run.at_least(name, STARVING)), run.first, run.config)
         if remedy and len(window.rows) >= LONG:
             share = percent(window.mean(name))
-            return Diagnosis("starving", f"{what} {share} of the time {window.span} ({name})", remedy, "warning")
+            return Diagnosis("starving", f"{what} {share} of the time {window.span} ({name})", remedy)
     return None

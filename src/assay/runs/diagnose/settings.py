@@ -46,7 +46,6 @@ def diagnose_settings(config: Mapping[str, Any], parameters: int | None = None) 
             "learning_rate_low",
             f"the warm-up of {warmup} steps is not shorter than the run, so {now(config, 'optim.lr')} is not reached",
             f"lower {now(config, 'optim.warmup')}, or raise {now(config, 'train.steps')}",
-            "warning",
         )
 
 
@@ -60,7 +59,6 @@ def small_batch(config: Mapping[str, Any], parameters: int | None) -> Diagnosis 
         "small_batch",
         f"each step has only {answers} answers, so its gradient is noisy (published runs use hundreds to thousands)",
         f"raise {now(config, 'train.prompts')} or {now(config, 'train.samples')}",
-        "note",
     )
 
 
@@ -105,5 +103,4 @@ def far_off_learning_rates(config: Mapping[str, Any], parameters: int) -> Iterat
             f"{key} = {value:g} is {'below' if value < low else 'above'} the range of learning rates that work for "
             f"{what[kind]} of a model with {size} ({low:g} to {high:g})",
             f"{change} {key}",
-            "warning",
         )

@@ -20,7 +20,7 @@ WORK = (
     *("model.source", "model.max_length", "lora.rank", "task.name", "task.path", "task.args", "env.name", "env.args"),
     *("device", "dtype", "threads", "train.prompts", "train.samples", "parallel.tp"),
     *("sampling.max_new_tokens", "sampling.temperature"),
-    *("engine.name", "engine.dtype", "engine.max_batch", "engine.memory", "vllm.servers", "server.servers"),
+    *("engine.name", "engine.dtype", "engine.max_batch", "engine.kv_cache_gib", "vllm.servers", "server.servers"),
 )
 MACHINE = ("host", "cpu", "usable_cores", "gpus")
 

@@ -53,7 +53,6 @@ def stale_or_mismatched(run: RunHistory) -> Diagnosis | None:
         f"{what}, mean difference of log-probabilities {difference:.2g})",
         f"use the same precision in both ({window.now('engine.dtype')}, {window.now('dtype')}), another engine "
         f"({window.now('engine.name')}), or correct for it (algo.correction = 'token_truncate')",
-        "warning",
     )
 
 
@@ -96,7 +95,6 @@ def learning_rate_high(run: RunHistory) -> Diagnosis | None:
         f"{window.span}, while {' and '.join(signs[:3])}",
         f"lower {window.now('optim.lr')} by a factor of 3 to 10 and start again, or resume from a checkpoint before "
         "the fall; a KL term (algo.kl_coef) or fewer updates per batch (algo.updates, train.passes) also help",
-        "warning",
     )
 
 
@@ -164,7 +162,6 @@ def length_collapse(run: RunHistory) -> Diagnosis | None:
         f"lower {window.now('optim.lr')}, check that short answers get no reward by chance "
         f"({window.now('reward.length')}), and use algo.aggregate = 'token' or 'constant', which does not "
         "favor short answers",
-        "warning",
     )
 
 
@@ -184,7 +181,6 @@ def length_explosion(run: RunHistory) -> Diagnosis | None:
         "steps), and the reward did not rise",
         f"lower {window.now('optim.lr')}, penalize long answers (algo.soft_overlong_buffer = 0.2, reward.length), or "
         "use algo.aggregate = 'token', in which long wrong answers are not favored",
-        "warning",
     )
 
 
@@ -197,7 +193,6 @@ def kl_blow_up(run: RunHistory) -> Diagnosis | None:
         f"the policy is {window.mean('policy/kl'):.2g} nats per token away from the reference {window.span} "
         f"(policy/kl; {window.start('policy/kl'):.2g} in the first steps), and the reward did not rise",
         f"lower {window.now('optim.lr')}, or raise {window.now('algo.kl_coef')}",
-        "warning",
     )
 
 
@@ -212,7 +207,6 @@ def always_clipped(run: RunHistory) -> Diagnosis | None:
         "without a gradient, and the reward did not rise",
         f"lower {window.now('optim.lr')}, make fewer updates per batch ({window.now('algo.updates')}, "
         f"{window.now('train.passes')}), or widen {window.now('algo.clip_low')} and {window.now('algo.clip_high')}",
-        "warning",
     )
 
 
@@ -252,5 +246,4 @@ def few_useful_groups(run: RunHistory) -> Diagnosis | None:
         f"reward ({percent(solved)} were correct), and the reward did not rise: little is learned per step",
         f"use {problems} problems (task.args), raise {window.now('train.samples')}, or sample other prompts instead "
         "(algo.drop_zero_variance = true, algo.resample = 9, or algo.pass_rate_low and algo.pass_rate_high)",
-        "warning",
     )

@@ -211,5 +211,5 @@ def make_critic(
     model = ValueModel(policy, shared)
     if not shared:
         parallelise(model.trunk, mesh, cfg.parallel.mode, dtype)
-        model.trunk.recompute = cfg.train.recompute
+        model.trunk.recompute = cfg.train.activation_checkpointing
     return Critic(model, cfg.critic, cfg.train.token_budget, dtype, mesh)

@@ -73,7 +73,7 @@ class Learner:
     def learning_rate(self, state: RunState) -> float:
         cfg = self.cfg.optim
         progress, steps = self.schedule.progress(state), self.schedule.total_steps
-        return cfg.lr * cfg.initial * lr_factor(cfg.schedule, progress, steps, cfg.warmup, cfg.final)
+        return cfg.lr * cfg.lr_scale * lr_factor(cfg.schedule, progress, steps, cfg.warmup, cfg.min_lr_ratio)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Weights of the policy; weights and optimizer state of the critic."""

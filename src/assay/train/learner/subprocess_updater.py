@@ -309,7 +309,7 @@ class UpdateWorker:
                 raise
             raise UserError(
                 "weights and optimizer state do not fit on the device beside the engine: set "
-                "engine.sleep_while_training = true, or lower engine.memory"
+                "engine.sleep_while_training = true, or lower engine.kv_cache_gib"
             ) from error
 
     def step(self, rows: Sequence[Row], lr: float, records: bool) -> Result:

@@ -39,7 +39,7 @@ class LaunchedAssay(LaunchedServers):
             "model.max_length": max_length,
             "engine.dtype": str(options.dtype).removeprefix("torch."),
             "engine.max_batch": options.max_batch,
-            "engine.memory": options.memory,
+            "engine.kv_cache_gib": options.kv_cache_gib,
             "engine.prefill_tokens": options.prefill_tokens,
             "engine.sleep_while_training": str(options.sleep_while_training).lower(),
             "engine.kv_on_update": options.kv_on_update,

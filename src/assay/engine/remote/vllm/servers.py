@@ -43,8 +43,8 @@ class LaunchedVLLM(LaunchedServers):
         flags = []
         if torch.device(options.device).type == "cuda":
             arguments["gpu-memory-utilization"] = str(settings.gpu_memory)
-            if options.memory:
-                arguments["kv-cache-memory-bytes"] = str(int(options.memory * 2**30))
+            if options.kv_cache_gib:
+                arguments["kv-cache-memory-bytes"] = str(int(options.kv_cache_gib * 2**30))
             if options.sleep_while_training:
                 flags.append("--enable-sleep-mode")
         else:
@@ -71,5 +71,5 @@ class LaunchedVLLM(LaunchedServers):
             if self.nodes is None:  # engine nodes may have other cores
                 cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
                 environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(options.memory))))
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(options.kv_cache_gib))))
         return environment
