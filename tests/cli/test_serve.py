@@ -9,11 +9,6 @@ import pytest
 
 from assay.cli import serve
 from assay.cli.main import main, parse
-from assay.types import UserError
-
-
-def settings(*words: str) -> object:
-    return serve.settings_of(parse(serve, "serve", list(words)))
 
 
 def test_short_options_are_settings() -> None:
@@ -29,11 +24,6 @@ def test_processes_for_http_are_the_default_on_a_gpu(monkeypatch: pytest.MonkeyP
     assert serve.default_frontends("cuda:0") == 4 and serve.default_frontends("cpu") == 0
 
 
-def test_examples_need_a_file() -> None:
-    with pytest.raises(UserError, match="few_shot_file"):
-        settings("model", "--prompt.few_shot", "2")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -42,6 +32,7 @@ def test_examples_need_a_file() -> None:
         (["model", "--host", "0.0.0.0"], "set an API key"),
         (["model", "--api-key-env", "NOT_SET_HERE"], "NOT_SET_HERE"),
         (["preset:nano"], "untrained"),
+        (["model", "--prompt.few_shot", "2"], "few_shot_file"),
         ([], "MODEL"),
     ],
 )
