@@ -11,7 +11,7 @@ from typing import Any
 
 from assay.engine.base import Request, SamplingParams
 from assay.text import Renderer
-from assay.types import Message, Prompt, UserError, plural
+from assay.types import Message, Prompt, UserError, clip, plural
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1_000
 MAX_TOP_LOGPROBS = 20
@@ -69,8 +69,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 def shown(value: Any) -> str:
     """A value as JSON, shortened, for an error message."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return clip(json.dumps(value), 60)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
