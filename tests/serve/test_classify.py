@@ -17,12 +17,11 @@ from process_tree import descendants, table
 from reward_model_parts import ids_of, save_classifier, transformers_logits
 from serve_parts import RunningServer, command
 
-from assay.config import JudgeConfig
+from assay.config import HttpConfig, JudgeConfig
 from assay.process.spawn import WorkerDied
 from assay.rewards.reward_model import RewardModelJudge
 from assay.rewards.reward_model_worker import RewardModelProcess, activation_of
 from assay.serve.classify import ClassifyService, SequenceBatches, activated, make_classify_app
-from assay.serve.service import AccessRules
 from assay.types import Prompt, Status
 
 NAME = "reward"
@@ -71,13 +70,13 @@ class FakeProcess(RewardModelProcess):
 INFO = {"labels": ["LABEL_0"], "activation": "sigmoid", "max_length": 32}
 
 
-def served(process: RewardModelProcess, work: Callable[[Send], Awaitable[Any]], **access: Any) -> Any:
+def served(process: RewardModelProcess, work: Callable[[Send], Awaitable[Any]], capacity: int = 4096) -> Any:
     """Call `work` with a function that sends requests to the application."""
     info = INFO if isinstance(process, FakeProcess) else process.call("info")
 
     async def run() -> Any:
         batches = SequenceBatches(process, max_tokens=24)
-        service = ClassifyService(NAME, AccessRules(**access), batches=batches, info=info, max_items=8)
+        service = ClassifyService(NAME, HttpConfig(max_samples=8), capacity, batches=batches, info=info)
         transport = httpx.ASGITransport(make_classify_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
 
@@ -89,8 +88,8 @@ def served(process: RewardModelProcess, work: Callable[[Send], Awaitable[Any]], 
     return asyncio.run(run())
 
 
-def posted(process: RewardModelProcess, body: Any, path: str = "/classify", **access: Any) -> httpx.Response:
-    return served(process, lambda send: send(body, path), **access)
+def posted(process: RewardModelProcess, body: Any, path: str = "/classify", capacity: int = 4096) -> httpx.Response:
+    return served(process, lambda send: send(body, path), capacity)
 
 
 def outputs_of(process: RewardModelProcess, **body: Any) -> list[list[float]]:

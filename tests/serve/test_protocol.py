@@ -7,13 +7,15 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from serve_parts import NAME, byte_tokenizer, renderer
 
-from assay.serve.protocol import ApiError, RequestLimits, RequestParser, parse_object
+from assay.config import HttpConfig
+from assay.engine.base import Capabilities, EngineInfo
+from assay.serve.protocol import ApiError, RequestParser, parse_object
 
-PARSER = RequestParser(
-    renderer(), RequestLimits(256, byte_tokenizer().vocab_size, max_samples=8), NAME, True, lambda: 17
-)
+INFO = EngineInfo(0, 256, 8, torch.float32, Capabilities(), vocab_size=byte_tokenizer().vocab_size)
+PARSER = RequestParser(renderer(), INFO, HttpConfig(max_samples=8), NAME, True, lambda: 17)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -116,7 +118,7 @@ def test_bodies_that_are_no_json_objects_are_rejected() -> None:
 def test_a_default_system_message_is_replaced_by_the_clients() -> None:
     text = renderer()
     text.system = "Be brief."
-    parser = RequestParser(text, RequestLimits(256, 300), NAME, has_chat=True)
+    parser = RequestParser(text, INFO, HttpConfig(), NAME, has_chat=True)
     (default,) = parser.chat_completion({"messages": MESSAGES}).prompts
     assert "Be brief." in byte_tokenizer().decode(default, skip_special=False)
     own = [{"role": "system", "content": "Be long."}, *MESSAGES]

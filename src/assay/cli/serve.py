@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         from assay.listen import bind
-        from assay.serve.server import access_of
+        from assay.serve.service import api_key_of
     except ImportError:
         raise missing_extra("assay serve", "serve") from None
     from assay.models.load import is_classifier
 
     cfg = settings_of(args)
-    access_of(cfg.http, max_batch=1)  # before the model is loaded
+    api_key_of(cfg.http)  # before the model is loaded
     listener = bind(cfg.http.host, cfg.http.port)
     try:
         if is_classifier(args.model):

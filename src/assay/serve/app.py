@@ -58,16 +58,15 @@ class Gate:
 
     def _refusal(self, scope: Any) -> ApiError | None:
         headers = Headers(scope=scope)
-        access = self.service.access
-        if access.api_key:
+        if api_key := self.service.api_key:
             if scope["path"] == "/health":
                 return None
             given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode("latin-1"), b"Bearer " + access.api_key.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), b"Bearer " + api_key.encode()):
                 return ApiError(
                     401, "wrong or missing API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
                 )
-        elif access.local_only:
+        else:  # bound to the loopback interface
             # A web page can make a browser send requests here, also under a host name of its own.
             host = headers.get("host", "")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host

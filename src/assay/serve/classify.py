@@ -24,15 +24,14 @@ from assay.process.spawn import WorkerDied, exit_reason
 from assay.rewards.reward_model_worker import Item, Outputs, RewardModelProcess
 from assay.serve import metrics as names
 from assay.serve.app import unsupported, with_common_routes
-from assay.serve.protocol import ApiError, Fields, check_model, is_token_list, parse_messages
-from assay.serve.server import access_of, make_http_server, nothing, serve_until_stopped
+from assay.serve.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
+from assay.serve.server import make_http_server, nothing, serve_until_stopped
 from assay.serve.service import HttpService, json_response
 from assay.types import describe_error
 
 AT_ONCE = 256  # sequences per call of the process
 BATCH_TOKENS = 16_384  # maximum tokens of a batch, with padding
 FIELDS = {"model", "input", "messages", "use_activation"}
-FORMS = "a text, a list of token ids, or a list of these"
 Result = tuple[Outputs, int]  # outputs, or why there are none; number of tokens
 
 
@@ -119,7 +118,6 @@ class ClassifyService(HttpService):
 
     batches: SequenceBatches
     info: Mapping[str, Any]  # of `RewardModelWorker.info`
-    max_items: int = 128  # per request
 
     @property
     def max_length(self) -> int:
@@ -135,10 +133,11 @@ class ClassifyService(HttpService):
         given = [name for name in ("input", "messages") if tree.get(name) is not None]
         if len(given) != 1:
             raise ApiError(400, "give either 'input' or 'messages'", "input")
-        items: list[Item] = [parse_messages(tree["messages"])] if given == ["messages"] else parse_input(tree["input"])
-        if len(items) > self.max_items:
-            raise ApiError(400, f"more than {self.max_items} inputs: send fewer per request", "input")
-        return Classification(items, fields.get("use_activation", bool, True))
+        one_chat = given == ["messages"]
+        items: Sequence[Item] = [parse_messages(tree["messages"])] if one_chat else parse_inputs(tree["input"], "input")
+        if len(items) > self.cfg.max_samples:
+            raise ApiError(400, f"more than {self.cfg.max_samples} inputs: send fewer per request", "input")
+        return Classification(list(items), fields.get("use_activation", bool, True))
 
     def answer(self, asked: Classification, results: Sequence[Result]) -> dict[str, Any]:
         data = [self._entry(index, asked, outputs) for index, (outputs, _) in enumerate(results)]
@@ -156,13 +155,6 @@ class ClassifyService(HttpService):
         probs = activated(outputs, self.info["activation"]) if asked.use_activation else outputs
         label = self.info["labels"][max(range(len(outputs)), key=outputs.__getitem__)]
         return {"index": index, "label": label, "probs": probs, "num_classes": len(outputs)}
-
-
-def parse_input(value: Any) -> list[Item]:
-    items = value if isinstance(value, list) and not is_token_list(value) else [value]
-    if not items or not all(isinstance(one, str) or is_token_list(one) for one in items):
-        raise ApiError(400, f"'input' must be {FORMS}", "input")
-    return items
 
 
 def activated(outputs: Sequence[float], activation: str) -> list[float]:
@@ -203,9 +195,8 @@ def serve_classifier(
     """Serve until Ctrl-C or SIGTERM; must be called in the main thread."""
 
     async def run() -> None:
-        batches, access = SequenceBatches(process, cfg.max_prompt_tokens), access_of(cfg, AT_ONCE)
-        info = process.call("info")
-        service = ClassifyService(name, access, batches=batches, info=info, max_items=cfg.max_samples)
+        batches, info = SequenceBatches(process, cfg.max_prompt_tokens), process.call("info")
+        service = ClassifyService(name, cfg, AT_ONCE + cfg.queue, batches=batches, info=info)
         try:
             server = make_http_server(make_classify_app(service), cfg, on_ready)
             await serve_until_stopped(server, listener, on_stop)
