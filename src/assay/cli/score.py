@@ -19,15 +19,7 @@ from pydantic import Field
 from assay.cli.eval import add_config, inherited_settings
 from assay.config import JudgeConfig, RewardConfig, Section, TaskConfig
 from assay.config.settings import load_settings, parse_overrides
-from assay.rewards import (
-    EXTRACTORS,
-    FunctionJudge,
-    Judge,
-    JudgePanel,
-    Judging,
-    MathVerifyJudge,
-    check_verdicts,
-)
+from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePanel, Judging, MathVerifyJudge, check_verdicts
 from assay.runs.console import Console, aligned
 from assay.types import Status, UserError, Verdict, excerpt, plural, unknown_name
 

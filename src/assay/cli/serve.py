@@ -79,11 +79,8 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) ->
     if cfg.http.frontends < 0:
         cfg.http.frontends = default_frontends(str(engine.info.device))
     name = cfg.http.name or model
-    serve(
-        cast("Engine", engine),
-        Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note),
-        listener,
-    )
+    serving = Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note)
+    serve(cast("Engine", engine), serving, listener)
 
 
 def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
@@ -137,13 +134,11 @@ def settings_of(args: argparse.Namespace) -> ServeConfig:
     words += ["--http.allow_updates=true"] if args.allow_updates else []
     overrides: dict[str, Any] = parse_overrides([*args.overrides, *words])
     runs_dir = Path(str(overrides.get("runs_dir", ServeConfig().runs_dir)))
-    inherited = inherited_settings(
-        [args.model],
-        runs_dir,
-        overrides,
-        args.trust,
-        lambda key: key.startswith("prompt.") or key == "model.max_length",
-    )
+
+    def is_used(key: str) -> bool:
+        return key.startswith("prompt.") or key == "model.max_length"
+
+    inherited = inherited_settings([args.model], runs_dir, overrides, args.trust, is_used)
     cfg = load_settings(ServeConfig, None, {**inherited, **overrides})
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file:
         if "prompt.few_shot" in overrides:

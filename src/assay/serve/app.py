@@ -153,7 +153,8 @@ class GenerationResponse(Response):
                 parts.append(writer.chunk(index, event))
             if not started:
                 started = True
-                await self._start(send)
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 parts.insert(0, writer.opening())
                 service.metrics.observe(names.FIRST_TOKEN, time.perf_counter() - self.started)
             service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens - counted)
@@ -162,10 +163,6 @@ class GenerationResponse(Response):
             if left and body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": body + writer.closing(), "more_body": False})
-
-    async def _start(self, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 def make_app(service: Service) -> Any:
