@@ -58,11 +58,3 @@ def test_settings_without_effect_on_a_classification_model_are_refused(
     assert main(["serve", str(tmp_path), "--port", "0", *words]) == 2
     message = "--prompt.system, --http.frontends, --allow-updates cannot be used with a classification model"
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_classification_model_that_cannot_be_loaded_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
-    assert main(["serve", str(tmp_path), "--port", "0", "--device", "cpu"]) == 2
-    assert "cannot be loaded as a classification model" in capsys.readouterr().err.splitlines()[-1]

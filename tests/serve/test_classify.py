@@ -155,21 +155,6 @@ def test_wrong_requests_are_answered_with_one_line(
     assert answer.status_code == status and message in error["message"] and "\n" not in error["message"]
 
 
-def test_a_template_that_rejects_messages_is_an_error_of_the_request(tmp_path: Path) -> None:
-    template = (
-        "{% if messages|length > 2 %}{{ raise_exception('too many turns') }}{% endif %}<user> {{ messages[0].content }}"
-    )
-    process = RewardModelProcess(str(save_classifier(tmp_path, template=template)), "cpu")
-    try:
-        assert posted(process, {"messages": TALKS[0]}).status_code == 200
-        answer = posted(process, {"messages": [*TALKS[0], QUESTION]})
-        assert (
-            answer.status_code == 400 and "rejects the messages (too many turns)" in answer.json()["error"]["message"]
-        )
-    finally:
-        process.close()
-
-
 def test_endpoints_of_the_other_kind_of_model_say_so(server: RunningServer) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = posted(FakeProcess(), {"prompt": "Hi"}, path)
@@ -238,26 +223,6 @@ def test_outputs_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatc
     assert answer.status_code == 500 and "not finite: [nan]" in answer.json()["error"]["message"]
 
 
-def test_a_killed_process_is_started_again(folder: Path, logits: list[list[float]]) -> None:
-    process = RewardModelProcess(str(folder), "cpu")
-    try:
-        assert outputs_of(process, messages=TALKS[0]) == approximately(logits[:1])
-        assert process.worker is not None
-        os.kill(process.worker.process.pid, signal.SIGKILL)
-        process.worker.process.wait()
-
-        async def work() -> tuple[Any, Any]:
-            batches = SequenceBatches(process)
-            (failed,) = await asyncio.gather(batches.submit([TALKS[0]]), return_exceptions=True)
-            return failed, await batches.submit([TALKS[0]])
-
-        failed, results = asyncio.run(work())
-        assert "killed by SIGKILL" in str(failed)
-        assert [one for one, _ in results] == approximately(logits[:1])
-    finally:
-        process.close()
-
-
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[tuple[int, str]]:
     """`assay serve` with the classification model: its process id and URL."""
@@ -286,15 +251,6 @@ def test_the_judge_works_with_assay_serve(
             verdicts = judged(judge)
             assert [one.parts["score"] for one in verdicts] == pytest.approx([one[label] for one in logits], abs=1e-5)
             assert judge.usage.requests == 3 and judge.usage.prompt_tokens > 30
-
-
-@pytest.mark.slow
-def test_an_answer_that_is_too_long_is_an_error_of_its_own(running: tuple[int, str]) -> None:
-    with judge_of(running[1]) as judge:
-        fields = judge.fields(Prompt("p", (QUESTION,), "4"))
-        failed, good = judge.judge([("very " * 40, "4", fields), ("four", "4", fields)])
-    assert failed.status is Status.ERROR and good.status in (Status.OK, Status.WRONG)
-    assert "answered 400: the input has 49 tokens; the maximum is 32" in failed.detail
 
 
 @pytest.mark.slow
