@@ -32,7 +32,7 @@ def test_log_probabilities_of_completions_have_offsets_and_those_of_chats_bytes(
         AnswerWriter(generation(logprobs=True, chat=chat), renderer(), TokenTexts(renderer()), NAME)
         for chat in (False, True)
     ]
-    completion, chat = (json.loads(writer.body({0: COMPLETION}))["choices"][0]["logprobs"] for writer in writers)
+    completion, chat = (json.loads(writer.body({0: COMPLETION}, {}))["choices"][0]["logprobs"] for writer in writers)
     assert completion["tokens"][0] == "n" and completion["text_offset"][:2] == [0, 1]
     assert completion["token_logprobs"] == COMPLETION.engine_logprobs
     first, second = chat["content"][:2]
