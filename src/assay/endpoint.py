@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from assay.config import EndpointConfig
-from assay.types import UserError, describe_error, hide_credentials, missing_extra, plural
+from assay.types import UserError, describe_error, excerpt, hide_credentials, missing_extra, plural
 
 T = TypeVar("T")
 CONNECT_S = 10.0  # time limit of opening a connection
@@ -239,7 +239,7 @@ class Endpoint:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            shown = self._without_key(shortened(text, 80))
+            shown = self._without_key(excerpt(text, 80))
             raise EndpointError(f"{self.url}{path} answered {shown!r}, which is no JSON object: {self._is_it_one()}")
         if answer.get("error"):
             raise EndpointError(f"{self.url}{path} failed: {self._without_key(message_in(answer))}")
@@ -247,7 +247,7 @@ class Endpoint:
 
     def garbage(self, path: str, answer: Mapping[str, Any], what: str) -> EndpointError:
         """The error for an answer of another form than that of the OpenAI API."""
-        shown = self._without_key(shortened(json.dumps(answer), 80))
+        shown = self._without_key(excerpt(json.dumps(answer), 80))
         return EndpointError(f"{self.url}{path} answered {shown}, which has no {what}: {self._is_it_one()}")
 
     def _is_it_one(self) -> str:
@@ -361,7 +361,7 @@ async def read_lines(response: Any, max_bytes: int = MAX_BYTES, timeout_s: float
 async def body_parts(response: Any, max_bytes: int) -> AsyncGenerator[bytes, None]:
     """The body of an answer as it arrives. Raises `BadBody`."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-        raise BadBody(f"an answer with content encoding {shortened(encoding, 30)!r}, which assay does not accept")
+        raise BadBody(f"an answer with content encoding {excerpt(encoding, 30)!r}, which assay does not accept")
     size = 0
     async with aclosing(response.aiter_raw()) as parts:
         async for part in parts:
@@ -441,18 +441,12 @@ def message_of(answer: Answer) -> str:
         content = parse_json(answer.text)
         if isinstance(content, Mapping):
             return message_in(content)
-    return shortened(answer.text) or shortened(answer.reason_phrase)
+    return excerpt(answer.text) or excerpt(answer.reason_phrase)
 
 
 def message_in(content: Mapping[str, Any]) -> str:
     error = content.get("error", content.get("detail", content.get("message", content)))
-    return shortened(str(error.get("message", error) if isinstance(error, Mapping) else error))
-
-
-def shortened(text: str, limit: int = 300) -> str:
-    """The beginning of a text of another program, as one line that can be printed."""
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(text[: 4 * limit].split()))
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return excerpt(str(error.get("message", error) if isinstance(error, Mapping) else error))
 
 
 class LoopThread:

@@ -56,8 +56,18 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
         text = " ".join(str(error).split())
     except Exception:  # the __str__ of users' exceptions may fail
         text = ""
-    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return clip(f"{type(error).__name__}: {text}" if text else type(error).__name__, limit)
+
+
+def clip(text: str, limit: int) -> str:
+    """The beginning of a text that is longer than `limit` characters, with dots."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def excerpt(text: str, limit: int = 300) -> str:
+    """The beginning of a text as one line. A question mark replaces each character that cannot be printed."""
+    line = " ".join(text[: 4 * limit].split())
+    return clip("".join(char if char.isprintable() else "?" for char in line), limit)
 
 
 NOT_OF_THE_USER = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")

@@ -8,7 +8,6 @@ import pytest
 
 from assay.bench import episodes
 from assay.bench.episodes import Chatter, EpisodeOptions, Episodes, measure_episodes
-from assay.types import UserError
 
 SMALL = Episodes(episodes=12, samples=3, step_tokens=40, max_batch=8)
 OPTIONS = EpisodeOptions(device="cpu", dtype="float32", repeat=2)
@@ -46,30 +45,3 @@ def test_different_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(episodes, "play", changed)
     _, own = measure_episodes(SMALL, replace(OPTIONS, repeat=1))
     assert own["same_as_in_rounds"] == 11
-
-
-def test_another_shape() -> None:
-    rounds, own = measure_episodes(replace(SMALL, shape="tiny"), replace(OPTIONS, repeat=1))
-    assert own["shape"] == "tiny" and own["same_as_in_rounds"] == 12
-    assert "--shape tiny" in own["command"] and own["id"].startswith("episodes-tiny-12")
-    assert own["decode_steps"] < rounds["decode_steps"]
-
-
-def test_ids_distinguish_workloads() -> None:
-    assert Episodes().id == "episodes-2048"
-    assert Episodes(shape="0.5b", seed=3).id == "episodes-0.5b-2048"
-    assert SMALL.id == "episodes-12-samples3-step_tokens40-max_batch8"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"shape": "9b"}, "unknown shape '9b'.* known: nano, 0.5b, "),
-        ({"episodes": 0}, "--episodes must be at least 1"),
-        ({"step_tokens": 0}, "--step-tokens must be at least 1"),
-        ({"episodes": 10}, "--episodes 10 must be a multiple of --samples 8"),
-    ],
-)
-def test_invalid_episodes_are_rejected(wrong: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Episodes(**wrong)

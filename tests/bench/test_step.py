@@ -22,7 +22,7 @@ from assay.bench.step import (
     step_benchmark,
     step_row_id,
 )
-from assay.bench.workload import TRAINING_TABLE, Workload
+from assay.bench.workload import Workload
 from assay.rewards import JudgePool
 from assay.train.learner.pack import rows_of
 from assay.train.learner.update import Updater
@@ -185,24 +185,6 @@ def test_the_row_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budgets == [32] * 3 and row["token_budget"] == 32 and row["trained_tokens"] == 60
     words = "--train-only --shape tiny --sequences 4 --tokens 16 --device cpu --dtype float32 --steps 2"
     assert row["command"] == f"assay bench step {words} --set token_budget=32"
-
-
-def test_ids_of_the_training_table() -> None:
-    assert [work.id for work in TRAINING_TABLE] == ["train-0.5b-16x1024", "train-1.5b-16x1024"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"shape": "7b"}, "known: 0.5b"),
-        ({"sequences": 0}, "--sequences must be at least 1"),
-        ({"tokens": 1}, "--tokens must be at least 2"),
-        ({"tokens": 40_000}, "exceeds the maximum length of tiny, 32768"),
-    ],
-)
-def test_invalid_sequences_are_rejected(wrong: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        measure_training(replace(SEQUENCES, **wrong), OPTIONS)
 
 
 def test_hash_rewards_differ_and_are_the_same_in_judge_workers() -> None:

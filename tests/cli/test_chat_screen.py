@@ -11,15 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from assay.cli.chat_screen import (
-    ChatModel,
-    Columns,
-    Reply,
-    ReplyStream,
-    generate_replies,
-    summary_line,
-    verdict_line,
-)
+from assay.cli.chat_screen import ChatModel, Columns, Reply, ReplyStream, generate_replies, summary_line, verdict_line
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.models import build_preset
 from assay.rollout import with_stops

@@ -131,24 +131,9 @@ def test_score_with_a_model_as_judge(tmp_path: Path, capsys: pytest.CaptureFixtu
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with stub_endpoint(rates) as judge:
         words = ["--reward", "judge", "--judge.url", judge.url, "--judge.model", "j", "--judge.rubric", "Has a 7."]
-        assert main(["score", str(source), "--out", str(out), *words, "--judge.cache", str(tmp_path / "cache")]) == 0
-        assert (
-            main(
-                [
-                    "score",
-                    str(source),
-                    "--out",
-                    str(out),
-                    "--force",
-                    *words,
-                    "--correct",
-                    "2",
-                    "--judge.cache",
-                    str(tmp_path / "cache"),
-                ]
-            )
-            == 0
-        )
+        words += ["--judge.cache", str(tmp_path / "cache")]
+        assert main(["score", str(source), "--out", str(out), *words]) == 0
+        assert main(["score", str(source), "--out", str(out), "--force", "--correct", "2", *words]) == 0
     verdicts = [json.loads(line)["verdict"] for line in out.read_text().splitlines()]
     assert [(verdict["reward"], verdict["status"]) for verdict in verdicts] == [(2, "ok"), (0, "wrong"), (0, "error")]
     assert len(judge.requests) == 4 and "Which number?" in judge.requests[0]["messages"][0]["content"]
@@ -174,19 +159,13 @@ def test_training_with_a_model_as_judge(tmp_path: Path, capsys: pytest.CaptureFi
     assert SECRET not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("section", ["", '[openai]\nurl = "http://127.0.0.1:1"\n'])
-def test_training_is_rejected_before_it_starts(
-    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_endpoint_cannot_be_trained_or_served_and_styles_belong_to_apis(
+    problems: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text('model = "preset:nano"\ntask = "abacus"\nengine = "openai"\n' + section)
-    assert main(["train", str(config), "--runs_dir", str(tmp_path / "runs")]) == 2
-    error = capsys.readouterr().err.strip()
-    assert "\n" not in error and "'engine.name'" in error and "log-probabilities" in error
-    assert not (tmp_path / "runs").exists()
-
-
-def test_styles_and_apis_belong_together(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, runs = problems.with_name("run.toml"), problems.with_name("runs")
+    config.write_text('model = "preset:nano"\ntask = "abacus"\nengine = "openai"\n')
+    assert main(["train", str(config), "--runs_dir", str(runs)]) == 2
+    assert "'engine.name'" in capsys.readouterr().err and not runs.exists()
     with stub_endpoint(solves) as server:
         assert evaluate(server, problems, "--prompt.style", "raw") == [2]
         assert 'needs openai.api = "completions"' in capsys.readouterr().err

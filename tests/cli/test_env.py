@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.cli.env import read_text
 from assay.cli.main import main
-from assay.envs import make_env
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +54,7 @@ def test_a_broken_environment_fails_the_check(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    typed(monkeypatch, ["1", "", "2", "3"])  # an empty line is not an action
+    typed(monkeypatch, ["1", "", "one\\", "2", "3"])  # an empty line is not an action; a backslash continues one
     assert main(["env", "play", "guess", "--seed", "1", "--arg", "high=3", "--arg", "tries=3"]) == 0
     output = capsys.readouterr().out
     assert "Guess a number from 1 to 3" in output and "return: 1 of 1" in output and "episode 2" in output
@@ -66,18 +64,6 @@ def test_play_an_async_environment(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     typed(monkeypatch, ["wrong", "gold"])
     assert main(["env", "play", f"{ROOT}/tests/envs/sample_env.py:AsyncEnv", "--seed", "1"]) == 0
     assert "[reward 1]\n--- return: 1 of 1" in capsys.readouterr().out
-
-
-def test_an_action_is_one_line_or_several_that_end_with_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed(monkeypatch, ["one", "first\\", "second"])
-    episode = make_env("guess")
-    assert [read_text(episode), read_text(episode)] == ["one", "first\nsecond"]
-
-
-def test_play_with_a_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    typed(monkeypatch, ["so <<6*7="])
-    assert main(["env", "play", "calculator", "--task", "abacus", "--task-arg", "style=plain"]) == 0
-    assert "[tool] 42>>" in capsys.readouterr().out
 
 
 def test_play_stepwise_on_a_local_file_with_its_calculator(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from assay.cli import score
-from assay.cli.main import split_words
+from assay.cli.main import parse
 from assay.types import UserError
 
 GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))
@@ -27,12 +27,9 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Score:
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
         source.write_text(text, encoding="utf-8")
-        parser = argparse.ArgumentParser()
-        score.add_arguments(parser)
         workers = () if "--workers" in options else ("--workers", "0")  # in this process, which is faster
         words = [str(source), "--out", str(out), *workers, *options]
-        own, overrides = split_words(words, parser, score.SETTINGS)
-        assert score.run(parser.parse_args(own, argparse.Namespace(overrides=overrides))) == 0
+        assert score.run(parse(score, "assay score", words)) == 0
         printed = capsys.readouterr()
         written = out.read_text(encoding="utf-8").split("\n")
         assert written.pop() == ""
@@ -79,22 +76,11 @@ def test_gsm8k_rows(run: Score) -> None:
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder: set ASSAY_GSM8K")
-@pytest.mark.parametrize(("split", "n"), [("train", 7473), ("test", 1319)])
-def test_gold_answers_of_gsm8k(run: Score, split: str, n: int) -> None:
-    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+def test_gold_answers_of_gsm8k(run: Score) -> None:
+    lines = (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [{**row, "completion": row["answer"]} for row in map(json.loads, lines)]
     summary, _, _ = run(rows, "--task", "gsm8k", "--extract", "hash")
-    assert (summary["n"], summary["correct"], summary["mean_reward"]) == (n, n, 1.0)
-
-
-def test_countdown_rows(run: Score) -> None:
-    rows = [
-        {"nums": [3, 4, 5], "target": 17, "completion": "<answer>3*4+5</answer>"},
-        {"nums": [3, 4, 5], "target": 17, "completion": "<answer>3*4+5+0</answer>"},
-        {"nums": [3, 4, 5], "target": 17, "completion": "<answer>9**9**9**9</answer>"},
-    ]
-    summary, written, _ = run(rows, "--task", "countdown")
-    assert statuses(written) == ["ok", "wrong", "unparsable"] and summary["correct"] == 1
+    assert (summary["n"], summary["correct"], summary["mean_reward"]) == (1319, 1319, 1.0)
 
 
 def test_code_rows(run: Score) -> None:
@@ -175,13 +161,8 @@ def test_disagreements_of_two_judges(run: Score, tmp_path: Path) -> None:
     ]
     summary, _, output = run(rows, "--task", "gsm8k", "--against", "hash")
     assert [entry["row"] for entry in summary["disagreements"]] == [1, 2]
-    first = summary["disagreements"][0]
-    assert (first["status"], first["parsed"], first["against_status"], first["against_parsed"]) == (
-        "ok",
-        "5",
-        "wrong",
-        "6",
-    )
+    expected = {"status": "ok", "parsed": "5", "against_status": "wrong", "against_parsed": "6"}
+    assert expected.items() <= summary["disagreements"][0].items()
     assert summary["agreement"] == 0.5 and "2 disagreements with hash in 4 rows" in output and "no_answer" in output
     assert (summary["same_status"], summary["same_correctness"]) == (2, 2)
 
@@ -204,16 +185,13 @@ GOOD = '{"gold": "5", "completion": "#### 5"}\n'
     ("text", "options", "word"),
     [
         (GOOD + "{oops\n", ["--task", "gsm8k"], "in.jsonl:2"),
-        (GOOD + "[1]\n", ["--task", "gsm8k"], "in.jsonl:2"),
         ('{"gold": "5"}\n', ["--task", "gsm8k"], "in.jsonl:1.*'completion' is missing"),
         ('{"gold": "5", "completion": 5}\n', ["--task", "gsm8k"], "not a string"),
         ('{"completion": "5"}\n', ["--task", "gsm8k"], "'gold'"),
-        ('{"completion": "5"}\n', ["--task", "math"], "'gold'"),
         ('{"gold": [5], "completion": "5"}\n', ["--task", "gsm8k"], "list"),
         ('{"completion": "5", "nums": [1]}\n', ["--task", "countdown"], "'target' is missing"),
         ('{"completion": "5", "answer": "1"}\n', ["--task", "code"], "'tests' is missing"),
         ("", ["--task", "gsm8k"], "empty"),
-        ("\n \n", ["--task", "gsm8k"], "empty"),
         ('{"gold": ' + "9" * 5000 + ', "completion": ""}', ["--task", "gsm8k"], "too many digits"),
         ('{"gold": NaN, "completion": ""}', ["--task", "gsm8k"], "not nan"),
         (GOOD, ["--task", "gsm9k"], "gsm9k"),
@@ -221,7 +199,6 @@ GOOD = '{"gold": "5", "completion": "#### 5"}\n'
         (GOOD, ["--task", "gsm8k", "--extract", "boxt"], "boxt"),
         (GOOD, ["--task", "gsm8k", "--against", "boxt"], "boxt"),
         (GOOD, ["--task", "gsm8k", "--reward", "nowhere.py:reward"], "nowhere.py"),
-        (GOOD, ["--task", "gsm8k", "--timeout", "0"], "timeout_s"),
         (GOOD, ["--task", "gsm8k", "--correct", "nan"], "finite"),
     ],
 )
@@ -250,9 +227,3 @@ def test_existing_output_needs_force(run: Score, tmp_path: Path) -> None:
         run(GOOD, "--task", "gsm8k")
     assert (tmp_path / "out.jsonl").read_text() == "existing"
     assert run(GOOD, "--task", "gsm8k", "--extract", "hash", "--force")[0]["accuracy"] == 1.0
-
-
-def test_judging_a_judged_file_again(run: Score, tmp_path: Path) -> None:
-    run(GOOD, "--task", "gsm8k")
-    _, written, _ = run((tmp_path / "out.jsonl").read_text(), "--task", "gsm8k", "--extract", "hash", "--force")
-    assert statuses(written) == ["ok"]

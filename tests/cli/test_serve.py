@@ -9,11 +9,6 @@ import pytest
 
 from assay.cli import serve
 from assay.cli.main import main, parse
-from assay.types import UserError
-
-
-def settings(*words: str) -> object:
-    return serve.settings_of(parse(serve, "serve", list(words)))
 
 
 def test_short_options_are_settings() -> None:
@@ -29,11 +24,6 @@ def test_processes_for_http_are_the_default_on_a_gpu(monkeypatch: pytest.MonkeyP
     assert serve.default_frontends("cuda:0") == 4 and serve.default_frontends("cpu") == 0
 
 
-def test_examples_need_a_file() -> None:
-    with pytest.raises(UserError, match="few_shot_file"):
-        settings("model", "--prompt.few_shot", "2")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -42,6 +32,7 @@ def test_examples_need_a_file() -> None:
         (["model", "--host", "0.0.0.0"], "set an API key"),
         (["model", "--api-key-env", "NOT_SET_HERE"], "NOT_SET_HERE"),
         (["preset:nano"], "untrained"),
+        (["model", "--prompt.few_shot", "2"], "few_shot_file"),
         ([], "MODEL"),
     ],
 )
@@ -67,11 +58,3 @@ def test_settings_without_effect_on_a_classification_model_are_refused(
     assert main(["serve", str(tmp_path), "--port", "0", *words]) == 2
     message = "--prompt.system, --http.frontends, --allow-updates cannot be used with a classification model"
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_classification_model_that_cannot_be_loaded_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
-    assert main(["serve", str(tmp_path), "--port", "0", "--device", "cpu"]) == 2
-    assert "cannot be loaded as a classification model" in capsys.readouterr().err.splitlines()[-1]

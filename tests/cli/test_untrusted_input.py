@@ -159,7 +159,7 @@ def test_escape_sequences_in_runs_are_not_printed(command: Command, tmp_path: Pa
 CONFIGS: list[dict[str, Any]] = [
     {key: value}
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    for value in (-1, 0, 10**9, 10**18, 10**30, 1.5, "12", [3], True, None, float("nan"), float("inf"))
+    for value in (-1, 0, 10**18, 10**30, 1.5, "12", None, float("nan"))
 ] + [
     {"head_dim": -4},
     {"num_key_value_heads": 10**12},
@@ -177,9 +177,9 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", range(2))
 def test_invalid_values_in_config_json(part: int, command: Command, changed: Callable[..., Path]) -> None:
-    for index, change in list(enumerate(CONFIGS))[part::6]:
+    for index, change in list(enumerate(CONFIGS))[part::2]:
         command("export", changed("config.json", change), f"out-{index}")
 
 

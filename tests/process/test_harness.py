@@ -1,18 +1,16 @@
-"""Programs and tests in two processes; here in two threads, connected by pipes."""
+"""Programs and tests in two processes; here in two threads, connected by pipes. See also tests/rewards/test_code.py."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from assay.process.harness import ProgramConnection, ProgramServer, TestSession, run_tests
-from assay.process.messages import JsonReader
+from assay.process.harness import ProgramConnection, ProgramServer, TestSession
 
 
 class Ended(BaseException): ...
@@ -57,20 +55,6 @@ def test_report_lists_the_results_and_the_first_failure(run: Any) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "stage", "detail"),
-    [
-        ("def f(", "syntax", "SyntaxError"),
-        ("raise ValueError('no')", "raised", "ValueError: no"),
-        ("import sys; sys.exit(1)", "raised", "SystemExit: 1"),
-        ("x = 1", "raised", "the program does not define f"),
-    ],
-)
-def test_stages_of_programs_that_do_not_reach_the_tests(run: Any, source: str, stage: str, detail: str) -> None:
-    report = run(source, ["assert f(1) == 1"], names=["f"])
-    assert report["stage"] == stage and detail in report["detail"] and report["passed"] == [False]
-
-
 def test_exceptions_of_the_program_arrive_by_name(run: Any) -> None:
     kinds = "[Own, OSError, KeyboardInterrupt, StopIteration]"
     source = f"class Own(Exception): pass\ndef f(x):\n    raise {kinds}[x]('why')"
@@ -89,17 +73,3 @@ def test_arguments_that_the_program_changes_are_changed(run: Any) -> None:
     source = "def f(a, b, c, d):\n    a.append(1); b['k'] = 2; c.add(3); d[0][0] = 4"
     test = "a, b, c, d = [], {}, set(), [[0]]\nf(a, b, c, d)\nassert (a, b, c, d) == ([1], {'k': 2}, {3}, [[4]])"
     assert run(source, [test])["passed"] == [True]
-
-
-def test_failure_of_the_set_up_is_not_the_fault_of_the_program(run: Any) -> None:
-    report = run("def f(x): return x", ["assert f(1) == 1"], setup="1 / 0")
-    assert report["stage"] == "invalid" and "ZeroDivisionError" in report["detail"]
-
-
-def test_invalid_tests_are_reported_without_a_program() -> None:
-    reading, writing = os.pipe()
-    assert run_tests({"setup": "", "tests": ["assert ("], "names": None}, lambda: 1 / 0, writing) == "invalid"  # type: ignore[arg-type,return-value]
-    report = JsonReader(reading).receive(time.monotonic() + 30)
-    assert report["stage"] == "invalid" and "SyntaxError" in report["detail"]
-    os.close(reading)
-    os.close(writing)

@@ -154,40 +154,12 @@ def test_item_of_a_worker_that_was_killed_is_judged_again(reward: Reward, tmp_pa
     assert [v.status for v in verdicts] == [Status.OK] * 4
 
 
-def test_item_that_kills_two_workers_is_an_error_and_affects_no_other(reward: Reward, tmp_path: Path) -> None:
-    judge = reward(f"""
-        if completion == "kill":
-            with open({str(tmp_path / "tries")!r}, "a") as file: file.write("x")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return 1
-    """)
-    with JudgePool(judge, workers=1) as pool:
-        verdicts = pool.judge([(text, "", {}) for text in ("a", "kill", "b", "kill", "c")])
-    assert [v.status for v in verdicts] == [Status.OK, Status.ERROR, Status.OK, Status.ERROR, Status.OK]
-    assert "twice" in verdicts[1].detail and "SIGKILL" in verdicts[1].detail
-    assert (tmp_path / "tries").read_text() == "xxxx"
-
-
 FORGED = {
-    "pickle": "pickle.dumps(Evil())",
     "framed pickle": "frame(pickle.dumps(Evil()))",
     "huge length": "struct.pack('<Q', 2**63) + b'x' * 100",
     "not JSON": "frame(b'{\"kind\": ')",
-    "no object": "frame(b'[1, 2]')",
-    "deep": "frame(b'[' * 200_000)",
-    "huge number": "frame(b'{\"kind\": ' + b'9' * 10_000 + b'}')",
-    "not UTF-8": "frame(bytes(range(128, 256)))",
     "other index": "result(7, 'x')",
-    "index as truth": "result(True, 'x')",
     "NaN reward": "verdict(reward=float('nan'))",
-    "reward as text": "verdict(reward='1')",
-    "unknown status": "verdict(status='splendid')",
-    "status as list": "verdict(status=[])",
-    "parts as list": "verdict(parts=[1.0])",
-    "parts as text": "verdict(parts={'a': 'b'})",
-    "detail as number": "verdict(detail=1)",
-    "missing fields": "result(index, {})",
-    "unknown kind": 'frame(b\'{"kind": "shutdown"}\')',
     "second start": 'frame(b\'{"kind": "ready", "missing": []}\')',
     "resumed first": 'frame(b\'{"kind": "resumed"}\')',
     "clock stopped twice": 'frame(b\'{"kind": "paused"}\') * 2',
@@ -358,24 +330,16 @@ ATTACKS = {
 }
 
 
-@dataclass(frozen=True)
-class Attacked:
-    """What the attacks of one strictly sandboxed worker led to."""
-
-    verdicts: dict[str, Verdict]
-    connected: bool  # to a server of this process
-    files_before: dict[str, tuple[float, str]]
-    files_after: dict[str, tuple[float, str]]
-
-
 def files_in(folder: Path) -> dict[str, tuple[float, str]]:
     return {path.name: (path.stat().st_mtime, path.read_text() if path.is_file() else "") for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
-    """Runs all attacks in one worker: a refused attack leaves it running."""
-    folder, code = tmp_path_factory.mktemp("private"), tmp_path_factory.mktemp("code") / "attacks.py"
+@linux
+def test_strict_sandbox_refuses_attacks_which_change_nothing(tmp_path: Path) -> None:
+    """All attacks run in one worker: a refused attack leaves it running."""
+    folder, code = tmp_path / "private", tmp_path / "code" / "attacks.py"
+    for own in (folder, code.parent):
+        own.mkdir()
     (folder / "there").write_text("secret")
     os.utime(folder / "there", (1000, 1000))
     functions = [textwrap.indent(textwrap.dedent(attack), "        ") for attack in ATTACKS.values()]
@@ -393,25 +357,12 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
         with warnings.catch_warnings(record=True), JudgePool(judge, 1, timeout_s=30.0, sandbox="strict") as pool:
             verdicts = pool.judge([(name, answers.get(name, str(folder)), {}) for name in ATTACKS])
         server.settimeout(0.0)
-        try:
+        with pytest.raises(BlockingIOError):  # nothing has connected
             server.accept()
-            connected = True
-        except BlockingIOError:
-            connected = False
-    return Attacked(dict(zip(ATTACKS, verdicts, strict=True)), connected, before, files_in(folder))
-
-
-@linux
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_strict_sandbox_refuses(attacked: Attacked, attack: str) -> None:
-    verdict = attacked.verdicts[attack]
-    assert verdict.status is Status.ERROR and "PermissionError" in verdict.detail, verdict
-    assert "reward.sandbox" in verdict.detail
-
-
-@linux
-def test_refused_attacks_change_nothing(attacked: Attacked) -> None:
-    assert attacked.files_after == attacked.files_before and not attacked.connected
+    assert files_in(folder) == before
+    for name, verdict in zip(ATTACKS, verdicts, strict=True):
+        assert verdict.status is Status.ERROR and "PermissionError" in verdict.detail, (name, verdict)
+        assert "reward.sandbox" in verdict.detail
 
 
 def test_basic_sandbox_allows_files_network_and_programs(reward: Reward, tmp_path: Path) -> None:

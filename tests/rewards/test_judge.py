@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from assay.rewards import JudgePool, MathJudge, RewardMix, RewardSum, check_verdicts
+from assay.rewards import JudgePool, MathJudge, RewardMix, check_verdicts
 from assay.rewards.functions import NOT_APPLICABLE
 from assay.rewards.judge import JudgeByTask, failed_verdict
 from assay.types import TASK_LABEL, Status, UserError, Verdict
@@ -110,8 +110,8 @@ class Shortest:
 
 
 def test_reward_sum_adds_weighted_rewards_and_the_first_judge_decides_the_status() -> None:
-    first = RewardMix(MathJudge(), format=0.5)
-    total = RewardSum((first, Shortest()), (2.0, 0.1), ("math", "shortest"))
+    names = ("math", "shortest")
+    total = RewardMix(MathJudge(), format=0.5, others=(Shortest(),), weights=(2.0, 0.1), names=names)
     texts = [r"\boxed{5}", r"So it is \boxed{5}", "I do not know"]
     verdicts = total.judge_group(texts, "5", {})
     assert [v.reward for v in verdicts] == [2 * 1.5 + 0.1, 2 * 1.5, 0.0]
@@ -123,21 +123,22 @@ def test_reward_sum_adds_weighted_rewards_and_the_first_judge_decides_the_status
 def test_reward_sum_skips_judges_that_do_not_apply_and_names_one_that_fails() -> None:
     skipped = Fixed(Verdict(0.0, Status.ERROR, detail=NOT_APPLICABLE))
     broken, right = Fixed(Verdict(0.0, Status.ERROR, detail="KeyError: 'x'")), Fixed(Verdict(1.0, Status.OK))
-    verdict = RewardSum((skipped, right), (3.0, 2.0), ("a", "b"))("", "", {})
+    verdict = RewardMix(skipped, others=(right,), weights=(3.0, 2.0), names=("a", "b"))("", "", {})
     assert (verdict.reward, verdict.status, verdict.parts) == (2.0, Status.OK, {"b": 1.0})
-    assert RewardSum((skipped,), (1.0,), ("a",))("", "", {}).status is Status.ERROR
-    failed = RewardSum((right, broken), (1.0, 1.0), ("a", "b"))("", "", {})
+    assert RewardMix(skipped, names=("a",))("", "", {}).status is Status.ERROR
+    failed = RewardMix(right, others=(broken,), weights=(1.0, 1.0), names=("a", "b"))("", "", {})
     assert (failed.reward, failed.status, failed.detail) == (0.0, Status.ERROR, "b: KeyError: 'x'")
 
 
 def test_failed_verdict_of_a_reward_sum_is_that_of_its_first_judge() -> None:
-    total = RewardSum((RewardMix(MathJudge(), unparsable=-1.0), Shortest()), (2.0, 1.0), ("math", "shortest"))
+    names = ("math", "shortest")
+    total = RewardMix(MathJudge(), unparsable=-1.0, others=(Shortest(),), weights=(2.0, 1.0), names=names)
     assert failed_verdict(total, Status.TIMEOUT, "slow").reward == -2.0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pool_judges_all_answers_to_a_prompt_together(workers: int) -> None:
-    total = RewardSum((RewardMix(MathJudge()), Shortest()), (1.0, 1.0), ("math", "shortest"))
+    total = RewardMix(MathJudge(), others=(Shortest(),), weights=(1.0, 1.0), names=("math", "shortest"))
     groups = [(["aa", "b", r"\boxed{5}"], "5", {}), (["c"], "5", {}), ([], "5", {})]
     with JudgePool(total, workers=workers) as pool:
         assert [[v.reward for v in group] for group in pool.judge_groups(groups)] == [[0.0, 1.0, 1.0], [1.0], []]
@@ -167,7 +168,8 @@ def test_async_judges_give_the_verdicts_of_plain_ones(workers: int) -> None:
     right, group = Verdict(1.0, Status.OK), ([("aa"), "a"], "", {TASK_LABEL: "b"})
     found = []
     for fixed, shortest in ((Fixed, Shortest), (AsyncFixed, AsyncShortest), (AsyncFixed, Shortest)):
-        total = RewardSum((RewardMix(fixed(right), accuracy=2.0), shortest()), (1.0, 0.5), ("task", "short"))
+        others, names = (shortest(),), ("task", "short")
+        total = RewardMix(fixed(right), accuracy=2.0, others=others, weights=(1.0, 0.5), names=names)
         by_task = JudgeByTask((MathJudge(), total), ("a", "b"))
         with JudgePool(by_task, workers) as pool:
             found.append(pool.judge_groups([group, (["1"], "1", {TASK_LABEL: "a"})]))

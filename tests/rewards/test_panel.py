@@ -8,7 +8,7 @@ from typing import Any
 from stub_endpoint import Fault, message, stub_endpoint
 
 from assay.config import JudgeConfig
-from assay.rewards import JudgePanel, JudgePool, MathJudge, RewardMix, RewardSum
+from assay.rewards import JudgePanel, JudgePool, MathJudge, RewardMix
 from assay.rewards.model_judge import ModelJudge
 from assay.types import Prompt, Status, Verdict
 
@@ -34,8 +34,8 @@ def judged(texts: list[str], panel: Callable[[ModelJudge], JudgePanel]) -> list[
 
 
 def verifiers(weight: float = 1.0) -> JudgePool:
-    judge = RewardMix(MathJudge("hash"), wrong=-1.0)
-    return JudgePool(RewardSum((judge,), (weight,), ("task",)), workers=0)
+    judge = RewardMix(MathJudge("hash"), wrong=-1.0, weights=(weight,), names=("task",))
+    return JudgePool(judge, workers=0)
 
 
 def test_the_verifier_decides_the_status_and_the_model_adds_to_the_reward() -> None:

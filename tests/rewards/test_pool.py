@@ -18,7 +18,7 @@ import pytest
 from process_tree import descendants, ended, gone
 
 from assay.process.messages import BadMessage
-from assay.rewards import CodeJudge, FunctionJudge, JudgePool, MathJudge, RewardMix, RewardSum
+from assay.rewards import CodeJudge, FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.pool import Item, parse_verdict
 from assay.types import Status, UserError, Verdict
 
@@ -313,7 +313,7 @@ def test_verdicts_can_be_pickled() -> None:
 
 def test_the_time_limit_of_programs_must_fit_into_that_of_judging():
     code = CodeJudge(timeout_s=4.0)
-    for judge in (code, RewardMix(code), RewardSum((MathJudge(), code), (1.0, 1.0), ("a", "b"))):
+    for judge in (code, RewardMix(code), RewardMix(MathJudge(), others=(code,))):
         with pytest.raises(UserError, match=r"at least 6 s, not 5: raise reward\.timeout_s") as raised:
             JudgePool(judge, workers=1, timeout_s=5.0)
         assert "\n" not in str(raised.value)

@@ -27,7 +27,6 @@ from serve_parts import (
 from transformers import AutoModelForCausalLM
 
 from assay.engine import Request, SamplingParams, generate, make_engine
-from assay.serve.protocol import RequestLimits, RequestParser
 from assay.serve.responses import TokenTexts
 
 PROMPT = "Ann has 7 coins."
@@ -221,17 +220,6 @@ def test_the_end_token_ends_an_answer_and_can_be_ignored(client: openai.OpenAI) 
     ignoring = ask(extra_body={"ignore_eos": True})
     assert {choice.finish_reason for choice in ignoring.choices} == {"length"}
     assert ignoring.usage is not None and ignoring.usage.completion_tokens == 8 * 200
-
-
-def test_a_default_system_message_is_replaced_by_the_clients() -> None:
-    text = renderer()
-    text.system = "Be brief."
-    parser = RequestParser(text, RequestLimits(256, 300), NAME, has_chat=True)
-    (default,) = parser.chat_completion({"messages": MESSAGES}).prompts
-    assert "Be brief." in byte_tokenizer().decode(default, skip_special=False)
-    own = [{"role": "system", "content": "Be long."}, *MESSAGES]
-    (given,) = parser.chat_completion({"messages": own}).prompts
-    assert "Be long." in byte_tokenizer().decode(given) and "brief" not in byte_tokenizer().decode(given)
 
 
 @contextmanager

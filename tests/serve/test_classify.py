@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import httpx
 import pytest
 from process_tree import descendants, table
 from reward_model_parts import ids_of, save_classifier, transformers_logits
-from serve_parts import RunningServer, command, metric_of
+from serve_parts import RunningServer, command
 
-from assay.config import JudgeConfig
+from assay.config import HttpConfig, JudgeConfig
 from assay.process.spawn import WorkerDied
 from assay.rewards.reward_model import RewardModelJudge
 from assay.rewards.reward_model_worker import RewardModelProcess, activation_of
 from assay.serve.classify import ClassifyService, SequenceBatches, activated, make_classify_app
-from assay.serve.service import AccessRules
 from assay.types import Prompt, Status
 
 NAME = "reward"
@@ -72,13 +70,13 @@ class FakeProcess(RewardModelProcess):
 INFO = {"labels": ["LABEL_0"], "activation": "sigmoid", "max_length": 32}
 
 
-def served(process: RewardModelProcess, work: Callable[[Send], Awaitable[Any]], **access: Any) -> Any:
+def served(process: RewardModelProcess, work: Callable[[Send], Awaitable[Any]], capacity: int = 4096) -> Any:
     """Call `work` with a function that sends requests to the application."""
     info = INFO if isinstance(process, FakeProcess) else process.call("info")
 
     async def run() -> Any:
         batches = SequenceBatches(process, max_tokens=24)
-        service = ClassifyService(NAME, AccessRules(**access), batches=batches, info=info, max_items=8)
+        service = ClassifyService(NAME, HttpConfig(max_samples=8), capacity, batches=batches, info=info)
         transport = httpx.ASGITransport(make_classify_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
 
@@ -90,8 +88,8 @@ def served(process: RewardModelProcess, work: Callable[[Send], Awaitable[Any]], 
     return asyncio.run(run())
 
 
-def posted(process: RewardModelProcess, body: Any, path: str = "/classify", **access: Any) -> httpx.Response:
-    return served(process, lambda send: send(body, path), **access)
+def posted(process: RewardModelProcess, body: Any, path: str = "/classify", capacity: int = 4096) -> httpx.Response:
+    return served(process, lambda send: send(body, path), capacity)
 
 
 def outputs_of(process: RewardModelProcess, **body: Any) -> list[list[float]]:
@@ -140,21 +138,13 @@ def test_activations_are_those_of_vllm() -> None:
     [
         ({}, 400, "give either 'input' or 'messages'"),
         ({"input": "bad", "messages": TALKS[0]}, 400, "give either 'input' or 'messages'"),
-        ({"input": []}, 400, "'input' must be a text, a list of token ids"),
         ({"input": [[]]}, 400, "'input' must be a text, a list of token ids"),
-        ({"input": [1, "bad"]}, 400, "'input' must be a text, a list of token ids"),
-        ({"input": {"text": "bad"}}, 400, "'input' must be a text, a list of token ids"),
         ({"input": ""}, 400, "the input has no tokens"),
         ({"input": [3, 1000]}, 400, "a token id is outside the vocabulary of 18"),
-        ({"input": [3, -1]}, 400, "a token id is outside the vocabulary of 18"),
         ({"input": ["bad"] * 9}, 400, "more than 8 inputs"),
         ({"input": ["bad", "very " * 25]}, 400, "input 1: the input has 25 tokens; the maximum is 24"),
-        ({"messages": [{"role": "user"}]}, 400, "'messages[0].content' must be a text"),
         ({"messages": []}, 400, "'messages' must be a list with at least one message"),
-        ({"input": "bad", "use_activation": 1}, 400, "'use_activation' must be true or false"),
         ({"input": "bad", "model": "other"}, 404, "the model 'other' does not exist: this server has 'reward'"),
-        ({"input": "bad", "truncate_prompt_tokens": 3}, 400, "unknown field 'truncate_prompt_tokens'"),
-        ([], 400, "must be a JSON object"),
     ],
 )
 def test_wrong_requests_are_answered_with_one_line(
@@ -163,21 +153,6 @@ def test_wrong_requests_are_answered_with_one_line(
     answer = posted(process, body)
     error = answer.json()["error"]
     assert answer.status_code == status and message in error["message"] and "\n" not in error["message"]
-
-
-def test_a_template_that_rejects_messages_is_an_error_of_the_request(tmp_path: Path) -> None:
-    template = (
-        "{% if messages|length > 2 %}{{ raise_exception('too many turns') }}{% endif %}<user> {{ messages[0].content }}"
-    )
-    process = RewardModelProcess(str(save_classifier(tmp_path, template=template)), "cpu")
-    try:
-        assert posted(process, {"messages": TALKS[0]}).status_code == 200
-        answer = posted(process, {"messages": [*TALKS[0], QUESTION]})
-        assert (
-            answer.status_code == 400 and "rejects the messages (too many turns)" in answer.json()["error"]["message"]
-        )
-    finally:
-        process.close()
 
 
 def test_endpoints_of_the_other_kind_of_model_say_so(server: RunningServer) -> None:
@@ -248,26 +223,6 @@ def test_outputs_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatc
     assert answer.status_code == 500 and "not finite: [nan]" in answer.json()["error"]["message"]
 
 
-def test_a_killed_process_is_started_again(folder: Path, logits: list[list[float]]) -> None:
-    process = RewardModelProcess(str(folder), "cpu")
-    try:
-        assert outputs_of(process, messages=TALKS[0]) == approximately(logits[:1])
-        assert process.worker is not None
-        os.kill(process.worker.process.pid, signal.SIGKILL)
-        process.worker.process.wait()
-
-        async def work() -> tuple[Any, Any]:
-            batches = SequenceBatches(process)
-            (failed,) = await asyncio.gather(batches.submit([TALKS[0]]), return_exceptions=True)
-            return failed, await batches.submit([TALKS[0]])
-
-        failed, results = asyncio.run(work())
-        assert "killed by SIGKILL" in str(failed)
-        assert [one for one, _ in results] == approximately(logits[:1])
-    finally:
-        process.close()
-
-
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[tuple[int, str]]:
     """`assay serve` with the classification model: its process id and URL."""
@@ -296,34 +251,6 @@ def test_the_judge_works_with_assay_serve(
             verdicts = judged(judge)
             assert [one.parts["score"] for one in verdicts] == pytest.approx([one[label] for one in logits], abs=1e-5)
             assert judge.usage.requests == 3 and judge.usage.prompt_tokens > 30
-
-
-@pytest.mark.slow
-def test_an_answer_that_is_too_long_is_an_error_of_its_own(running: tuple[int, str]) -> None:
-    with judge_of(running[1]) as judge:
-        fields = judge.fields(Prompt("p", (QUESTION,), "4"))
-        failed, good = judge.judge([("very " * 40, "4", fields), ("four", "4", fields)])
-    assert failed.status is Status.ERROR and good.status in (Status.OK, Status.WRONG)
-    assert "answered 400: the input has 49 tokens; the maximum is 32" in failed.detail
-
-
-@pytest.mark.slow
-def test_many_clients_get_their_own_outputs(running: tuple[int, str], logits: list[list[float]]) -> None:
-    _, url = running
-    before = metric_of(url, "assay_request_seconds_count")
-
-    def ask(index: int) -> list[float]:
-        body = {"model": NAME, "messages": TALKS[index % 3], "use_activation": False}
-        return httpx.post(f"{url}/classify", json=body, timeout=60).json()["data"][0]["probs"]
-
-    with ThreadPoolExecutor(16) as threads:
-        outputs = list(threads.map(ask, range(96)))
-    assert outputs == approximately([logits[index % 3] for index in range(96)])
-    assert metric_of(url, "assay_request_seconds_count") == before + 96
-    assert metric_of(url, 'assay_requests_total{endpoint="classify",status="200"}') >= 96
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    (entry,) = httpx.get(f"{url}/v1/models").json()["data"]
-    assert (entry["id"], entry["max_model_len"]) == (NAME, 32)
 
 
 @pytest.mark.slow

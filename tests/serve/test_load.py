@@ -7,6 +7,7 @@ import json
 import resource
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from serve_parts import byte_tokenizer, metric_of, renderer, serving, tiny_model, until
@@ -17,25 +18,17 @@ CLIENTS = 1000
 PARAMS = SamplingParams(max_new_tokens=12, stop_token_ids=renderer().stop_token_ids)
 
 
-async def ask(url: str, prompt: str, seed: int) -> list[int]:
+async def ask(client: httpx.AsyncClient, prompt: str, seed: int) -> list[int]:
     """The token ids of the answer; every other client asks for a stream."""
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
     stream = seed % 2 == 0
     fields = {"prompt": prompt, "seed": seed, "max_tokens": 12, "stream": stream, "return_token_ids": True}
-    body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    answer = await reader.read()
-    writer.close()
-    head_bytes, _, content = answer.partition(b"\r\n\r\n")
-    assert b" 200 " in head_bytes.splitlines()[0], answer
+    answer = (await client.post("/v1/completions", json=fields)).raise_for_status()
     if not stream:
-        (choice,) = json.loads(content)["choices"]
+        (choice,) = answer.json()["choices"]
         return choice["token_ids"]
-    lines = [line for line in content.split(b"\n") if line.startswith(b"data: ")]
-    assert lines.pop() == b"data: [DONE]"
-    choices = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in lines]
+    *lines, last = [line for line in answer.text.splitlines() if line]
+    assert last == "data: [DONE]"
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
     assert [bool(choice["finish_reason"]) for choice in choices] == [False] * (len(choices) - 1) + [True]
     return [token for choice in choices for token in choice.get("token_ids", [])]
 
@@ -51,7 +44,9 @@ def test_a_thousand_concurrent_requests_get_their_own_answers() -> None:
     assert len(set(map(tuple, expected))) > 0.95 * CLIENTS  # so that mixed up answers would be noticed
 
     async def all_at_once(url: str) -> list[Any]:
-        return await asyncio.gather(*(ask(url, prompt, seed) for seed, prompt in enumerate(prompts)))
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, prompt, seed) for seed, prompt in enumerate(prompts)))
 
     with serving() as server:
         answers = asyncio.run(all_at_once(server.url))

@@ -27,23 +27,16 @@ def parsed(text: str) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
 
 
-def test_a_completion_has_text_usage_and_offsets() -> None:
-    body = json.loads(
-        AnswerWriter(generation(logprobs=True), renderer(), TokenTexts(renderer()), NAME).body({0: COMPLETION})
-    )
-    (choice,) = body["choices"]
-    assert choice["text"] == TEXT and choice["finish_reason"] == "stop"
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": len(IDS) + 1, "total_tokens": len(IDS) + 4}
-    assert choice["logprobs"]["token_logprobs"] == COMPLETION.engine_logprobs
-    assert choice["logprobs"]["tokens"][0] == "n" and choice["logprobs"]["text_offset"][:2] == [0, 1]
-
-
-def test_tokens_with_a_part_of_a_character_have_no_bytes() -> None:
-    writer = AnswerWriter(generation(logprobs=True, chat=True), renderer(), TokenTexts(renderer()), NAME)
-    (choice,) = json.loads(writer.body({0: COMPLETION}))["choices"]
-    first, second = choice["logprobs"]["content"][:2]
-    assert first["token"] == "n" and first["bytes"] == [ord("n")] and second["bytes"] is None
-    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+def test_log_probabilities_of_completions_have_offsets_and_those_of_chats_bytes() -> None:
+    writers = [
+        AnswerWriter(generation(logprobs=True, chat=chat), renderer(), TokenTexts(renderer()), NAME)
+        for chat in (False, True)
+    ]
+    completion, chat = (json.loads(writer.body({0: COMPLETION}, {}))["choices"][0]["logprobs"] for writer in writers)
+    assert completion["tokens"][0] == "n" and completion["text_offset"][:2] == [0, 1]
+    assert completion["token_logprobs"] == COMPLETION.engine_logprobs
+    first, second = chat["content"][:2]
+    assert first["token"] == "n" and first["bytes"] == [ord("n")] and second["bytes"] is None  # a part of a character
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -1,4 +1,4 @@
-"""RunningSamples of HTTP requests: events, aborts after a disconnect, failures, and requests that start together."""
+"""Samples of HTTP requests: a handler that is cancelled, and requests that start together. See also test_app."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ import pytest
 import torch
 from serve_parts import tiny_model
 
-from assay.engine import (
-    NativeEngine,
-    Request,
-    SamplingParams,
-    TokenChunk,
-    generate,
-    make_engine,
-)
+from assay.engine import NativeEngine, Request, SamplingParams, make_engine
 from assay.engine.client import EngineClient, LocalClient
 from assay.serve.protocol import ApiError
 from assay.serve.running import RequestBatches, RunningSamples, until_disconnect
-from assay.types import Completion
 
 SHORT, LONG = SamplingParams(n=2, max_new_tokens=5), SamplingParams(n=2, max_new_tokens=2000)
 
@@ -47,50 +39,6 @@ async def until_idle(engine: NativeEngine) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_events_are_the_tokens_and_completions_of_all_samples(engine: NativeEngine, stream: bool) -> None:
-    requests = [Request([1, 2, number], SHORT, seed=number, stream=stream) for number in range(3)]
-    expected = [completion for group in generate(engine, requests) for completion in group]
-
-    async def read(client: EngineClient) -> None:
-        tokens: list[list[int]] = [[] for _ in expected]
-        completions: dict[int, Completion] = {}
-        with RunningSamples(client, requests) as samples:
-            while len(completions) < len(expected):
-                for index, event in await samples.events():
-                    assert index not in completions
-                    if isinstance(event, TokenChunk):
-                        tokens[index] += event.token_ids
-                    else:
-                        completions[index] = event
-        assert [completions[index] for index in range(len(expected))] == expected
-        assert tokens == [one.token_ids if stream else [] for one in expected]
-        with RunningSamples(client, requests) as samples:
-            assert await samples.completions() == expected
-
-    run_with(engine, read)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_disconnect_cancels_the_block_and_frees_the_engine(engine: NativeEngine, whole: bool) -> None:
-    async def leave(client: EngineClient) -> None:
-        scope: dict[str, Any] = {}
-
-        async def receive() -> dict[str, str]:
-            while not engine.load.running:
-                await asyncio.sleep(0.001)
-            return {"type": "http.disconnect"}
-
-        async with until_disconnect(scope, receive):
-            with RunningSamples(client, [Request([1, seed], LONG, seed) for seed in range(2)]) as samples:
-                await (samples.completions() if whole else samples.events())
-            raise AssertionError("the block was not cancelled")
-        assert scope["assay.closed"]
-        await until_idle(engine)
-
-    run_with(engine, leave)
-
-
 def test_a_cancelled_handler_of_a_connected_client_is_not_taken_for_a_disconnect(engine: NativeEngine) -> None:
     async def handler(client: EngineClient) -> None:
         async with until_disconnect({}, asyncio.Event().wait):
@@ -107,22 +55,6 @@ def test_a_cancelled_handler_of_a_connected_client_is_not_taken_for_a_disconnect
         await until_idle(engine)
 
     run_with(engine, stop)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_failures_say_whose_they_are(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
-    async def ask(client: EngineClient, token: int) -> None:
-        with RunningSamples(client, [Request([token], SHORT, 0)]) as samples:
-            await (samples.completions() if whole else samples.events())
-
-    async def fail(client: EngineClient) -> None:
-        with pytest.raises(ApiError, match="outside the vocabulary"):
-            await ask(client, 10**6)
-        monkeypatch.setattr(engine, "_iterate", lambda: 1 / 0)
-        with pytest.raises(ApiError, match="the engine failed: ZeroDivisionError"):
-            await ask(client, 1)
-
-    run_with(engine, fail)
 
 
 def test_a_batch_reaches_an_idle_engine_together_and_in_order(

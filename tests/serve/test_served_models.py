@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +72,6 @@ def test_a_model_of_another_family_answers_as_transformers(url: str, neox: Path)
     assert len(chunks) > 1 and "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
     messages = [{"role": "user", "content": "Hi"}]
     assert len(post(url, "chat/completions", messages=messages, n=2, max_tokens=5)["choices"]) == 2
-
-
-def test_requests_that_arrive_while_others_run_are_served(url: str) -> None:
-    def ask(number: int) -> str:
-        body = {"prompt": f"{PROMPT} {number}", "max_tokens": 8 + number, "ignore_eos": True, "seed": number}
-        choice = post(url, "completions", **body)["choices"][0]
-        assert choice["finish_reason"] == "length"
-        return choice["text"]
-
-    with ThreadPoolExecutor(24) as threads:
-        together = list(threads.map(ask, range(24)))
-    assert together == [ask(number) for number in range(24)]
 
 
 def test_a_trainer_uses_the_server(url: str, neox: Path) -> None:

@@ -12,17 +12,17 @@ from serve_parts import command, save_folder, serving, tiny_model
 
 from assay import listen
 from assay.config import HttpConfig
-from assay.serve.server import access_of
+from assay.serve.service import api_key_of
 from assay.types import UserError
 
 
 def test_only_loopback_may_be_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="set an API key with --api-key-env"):
-        access_of(HttpConfig(host="0.0.0.0"), 1)
+        api_key_of(HttpConfig(host="0.0.0.0"))
     with pytest.raises(UserError, match="TEST_KEY is not set"):
-        access_of(HttpConfig(api_key_env="TEST_KEY"), 1)
+        api_key_of(HttpConfig(api_key_env="TEST_KEY"))
     monkeypatch.setenv("TEST_KEY", "secret")
-    assert access_of(HttpConfig(host="0.0.0.0", api_key_env="TEST_KEY"), 1).api_key == "secret"
+    assert api_key_of(HttpConfig(host="0.0.0.0", api_key_env="TEST_KEY")) == "secret"
 
 
 def test_connections_without_headers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

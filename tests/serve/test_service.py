@@ -41,10 +41,6 @@ def test_hostile_bodies_do_not_harm_the_server(server: RunningServer) -> None:
     headers = {"Content-Type": "application/json"}
     for body, status in [
         (b"[" * 200_000, 400),
-        (b'{"prompt": "\xff"}', 400),
-        (b'{"prompt": NaN}', 400),
-        (b'{"prompt": "a", "n": -5}', 400),
-        (b'{"prompt": ' + b"9" * 10_000 + b"}", 400),
         (b'{"prompt": "' + b"a" * (5 << 20) + b'"}', 413),
         (json.dumps({"prompt": "a" * 100_000}).encode(), 400),
     ]:

@@ -38,13 +38,6 @@ Rows = list[dict[str, Any]]
 Job = tuple[str, Callable[[Progress], Rows]]  # what to print, and what to measure then
 
 
-class Moved(argparse.Action):
-    """An option that a script has replaced."""
-
-    def __call__(self, *_: Any) -> None:
-        raise UserError(f"{self.option_strings[0]} is now a script: run python {self.const} with the other options")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="engine|step|episodes")
     add_engine_arguments(commands.add_parser("engine", help=ENGINE_HELP, description=ENGINE_HELP))
@@ -60,7 +53,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     Workload.add_to(group, *(field.name for field in fields(Workload) if field.name not in MODEL))
     group = parser.add_argument_group("measurement")
     Options.add_to(group)
-    group.add_argument("--compare", action=Moved, const="bench/transformers_generate.py", help=argparse.SUPPRESS)
     which = group.add_mutually_exclusive_group()
     which.add_argument("--startup", action="store_true", help="measure seconds from process start to the first token")
     which.add_argument("--table", action="store_true", help="measure the standard workloads and start-up, one by one")
@@ -76,7 +68,6 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     Sequences.add_to(group, "sequences", "tokens")
     group = parser.add_argument_group("measurement")
     StepOptions.add_to(group)
-    group.add_argument("--peer", action=Moved, const="bench/trl_step.py", help=argparse.SUPPRESS)
     group.add_argument(
         "--set",
         action="append",

@@ -82,10 +82,7 @@ def converse_with(args: argparse.Namespace, cfg: ChatConfig, overrides: dict[str
     if {"task", "task.name"} & set(overrides):
         questions.task(cfg.task.name)  # report a mistake in it now, not at the first question
     try:
-        models = [
-            load_chat_model(model, args.models, overrides, questions, console, args.trust, args.config)
-            for model in args.models
-        ]
+        models = [load_chat_model(model, args, overrides, questions, console) for model in args.models]
         console.stop()
         session = ChatSession(models, questions, sampling_params(cfg.eval, cfg.eval.samples), cfg.seed, Screen())
         if args.prompt:
@@ -105,25 +102,16 @@ def settings_of(
     dropped = {"task", "reward"} if {"task", "task.name"} & set(overrides) else set()
     if {"env", "env.name"} & set(overrides):
         dropped.add("env")
-    inherited = inherited_settings(
-        models,
-        runs_dir,
-        overrides,
-        trust,
-        lambda key: key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop"),
-        config,
-    )
+
+    def is_used(key: str) -> bool:
+        return key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop")
+
+    inherited = inherited_settings(models, runs_dir, overrides, trust, is_used, config)
     return load_settings(ChatConfig, None, {**inherited, **overrides})
 
 
 def load_chat_model(
-    model: str,
-    models: list[str],
-    overrides: dict[str, Any],
-    questions: TaskQuestions,
-    console: Console,
-    trust: bool = False,
-    config: str | None = None,
+    model: str, args: argparse.Namespace, overrides: dict[str, Any], questions: TaskQuestions, console: Console
 ) -> ChatModel:
     """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
     to be comparable.
@@ -132,7 +120,7 @@ def load_chat_model(
     from assay.cli.chat_session import answers_any_question
     from assay.train import components
 
-    cfg = settings_of([model] if model.startswith(PREFIX) else models, overrides, trust, config)
+    cfg = settings_of([model] if model.startswith(PREFIX) else args.models, overrides, args.trust, args.config)
     needs_task = cfg.env.name or (cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name)
     try:
         problems = questions.problems(cfg.task, cfg.env) if needs_task else None

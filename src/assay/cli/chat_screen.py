@@ -27,7 +27,7 @@ from assay.rollout.play import GroupPlayer
 from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
 from assay.text.stream import TextStream
-from assay.types import Finish, Message, Prompt, UserError, Verdict, plural
+from assay.types import Finish, Message, Prompt, UserError, Verdict, excerpt, plural
 
 INSERTED = "dim"  # style of text that the environment wrote
 Pieces = list[tuple[str, str]]  # printable texts and their styles
@@ -229,8 +229,8 @@ QUOTED = 60  # characters of an answer or a gold answer that a verdict quotes
 
 def verdict_line(verdict: Verdict, gold: str) -> str:
     """ok: parsed 18, gold 18, reward 1"""
-    parsed = "nothing parsed" if verdict.parsed is None else f"parsed {shortened(verdict.parsed)}"
-    facts = [parsed, *([f"gold {shortened(gold)}"] if gold else []), f"reward {verdict.reward:.4g}"]
+    parsed = "nothing parsed" if verdict.parsed is None else "parsed " + (excerpt(verdict.parsed, QUOTED) or '""')
+    facts = [parsed, *([f"gold {excerpt(gold, QUOTED)}"] if gold else []), f"reward {verdict.reward:.4g}"]
     return f"{verdict.status}: {', '.join(facts)}" + (f" ({verdict.detail})" if verdict.detail else "")
 
 
@@ -242,11 +242,6 @@ def summary_line(verdicts: Sequence[Verdict]) -> str:
     curve = ", ".join(f"pass@{k} {pass_at_k(n, correct, k):.3f}" for k in range(1, n + 1))
     reward = sum(verdict.reward for verdict in verdicts) / n
     return f"{correct} of {n} correct ({100 * correct / n:.1f} %), mean reward {reward:.4g}; {curve}"
-
-
-def shortened(text: str) -> str:
-    line = " ".join(text.split()) or '""'
-    return line if len(line) <= QUOTED else line[: QUOTED - 3] + "..."
 
 
 MIN_COLUMN = 24  # characters of a readable column

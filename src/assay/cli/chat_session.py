@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -165,6 +165,7 @@ COMMANDS = {
     "/help": "show this list",
     "/quit": "exit, as does Ctrl-D; Ctrl-C stops an answer",
 }
+NAMES = [usage.partition(" ")[0] for usage in COMMANDS]
 SHOWN_UNKNOWN = 5  # words
 # Commands that set a sampling parameter: its name, its type and the text that confirms it.
 PARAMETERS: dict[str, tuple[str, type, str]] = {
@@ -195,13 +196,6 @@ class ChatSession:
         self._before: list[list[Message]] = [[] for _ in models]  # histories without the last question
         self._systems = [model.renderer.system for model in models]
         self._interrupted = False
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/task": self._task,
-            "/again": self._again,
-            "/clear": self._clear,
-            "/system": self._system,
-            "/help": self._help,
-        }
 
     def handle(self, line: str) -> bool:
         """Answer a question or run a command; False: exit. Raises KeyboardInterrupt after an interrupted answer."""
@@ -214,10 +208,10 @@ class ChatSession:
             self._ask(Question(Prompt(f"chat/{self._turn}", (message,))))
         elif name in PARAMETERS:
             self._set_parameter(name, rest.strip())
-        elif name in self._commands:
-            self._commands[name](rest.strip())
+        elif name in NAMES:
+            getattr(self, f"_{name[1:]}")(rest.strip())
         elif text:
-            error = unknown_name("command", name, [*self._commands, *PARAMETERS, "/quit"])
+            error = unknown_name("command", name, NAMES)
             raise UserError(f"{error}; to send a text that begins with a slash, write /{name}")
         return True
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
+from typing import Any
 
 from assay import __version__
 from assay.runs.console import is_distributed, is_main, one_line, printable_output
@@ -181,11 +182,10 @@ def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namesp
     return parser.parse_args(own, argparse.Namespace(overrides=overrides))
 
 
-def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> tuple[list[str], list[str]]:
+def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[str], list[str]]:
     """Separate the command's own arguments from settings, which are returned as --key=value."""
     from assay.config.settings import keys
 
-    options = {option for action in parser._actions for option in action.option_strings}
     switches = {key for key, field in keys(kind) if field.annotation is bool}
     own: list[str] = []
     overrides: list[str] = []
@@ -193,7 +193,7 @@ def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: typ
     while rest:
         word = rest.pop(0)
         key, equals, _ = word.partition("=")
-        if not word.startswith("--") or key in options:
+        if not word.startswith("--") or key in parser.options:
             own.append(word)
             continue
         value_follows = not equals and bool(rest) and not rest[0].startswith("--")
@@ -205,6 +205,14 @@ def split_words(words: Sequence[str], parser: argparse.ArgumentParser, kind: typ
 
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as UserError, in one line, instead of printing the usage."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.options: set[str] = set()  # names of all options, except those of groups
+        super().__init__(**settings)
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        self.options.update(names)
+        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message} (see {self.prog} --help)")

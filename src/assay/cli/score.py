@@ -19,17 +19,9 @@ from pydantic import Field
 from assay.cli.eval import add_config, inherited_settings
 from assay.config import JudgeConfig, RewardConfig, Section, TaskConfig
 from assay.config.settings import load_settings, parse_overrides
-from assay.rewards import (
-    EXTRACTORS,
-    FunctionJudge,
-    Judge,
-    JudgePanel,
-    Judging,
-    MathVerifyJudge,
-    check_verdicts,
-)
+from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePanel, Judging, MathVerifyJudge, check_verdicts
 from assay.runs.console import Console, aligned
-from assay.types import Status, UserError, Verdict, plural, unknown_name
+from assay.types import Status, UserError, Verdict, excerpt, plural, unknown_name
 
 if TYPE_CHECKING:
     from assay.rewards.pool import Item
@@ -315,7 +307,7 @@ def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str, r
         return
     table = [("row", "status", "parsed", "against", "parsed")]
     for entry in disagreements[:SHOWN_DISAGREEMENTS]:
-        first, second = shortened(entry["parsed"]), shortened(entry["against_parsed"])
+        first, second = ("-" if one is None else excerpt(one, 32) for one in (entry["parsed"], entry["against_parsed"]))
         table.append((str(entry["row"]), entry["status"], first, entry["against_status"], second))
     print("\n".join(aligned(table)), file=sys.stderr)
     if len(disagreements) > SHOWN_DISAGREEMENTS:
@@ -328,10 +320,3 @@ def report_failures(verdicts: Sequence[Verdict], rows: Sequence[DataRow]) -> Non
         verdict, row = failures[0]
         detail = verdict.detail.encode("ascii", "backslashreplace").decode()
         print(f"{plural(len(failures), 'row')} could not be judged; the first, {row.where}: {detail}", file=sys.stderr)
-
-
-def shortened(parsed: str | None, limit: int = 32) -> str:
-    """One line of ASCII characters."""
-    text = "-" if parsed is None else " ".join(parsed.split())
-    text = text.encode("ascii", "backslashreplace").decode()
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         from assay.listen import bind
-        from assay.serve.server import access_of
+        from assay.serve.service import api_key_of
     except ImportError:
         raise missing_extra("assay serve", "serve") from None
     from assay.models.load import is_classifier
 
     cfg = settings_of(args)
-    access_of(cfg.http, max_batch=1)  # before the model is loaded
+    api_key_of(cfg.http)  # before the model is loaded
     listener = bind(cfg.http.host, cfg.http.port)
     try:
         if is_classifier(args.model):
@@ -79,11 +79,8 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) ->
     if cfg.http.frontends < 0:
         cfg.http.frontends = default_frontends(str(engine.info.device))
     name = cfg.http.name or model
-    serve(
-        cast("Engine", engine),
-        Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note),
-        listener,
-    )
+    serving = Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note)
+    serve(cast("Engine", engine), serving, listener)
 
 
 def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
@@ -137,13 +134,11 @@ def settings_of(args: argparse.Namespace) -> ServeConfig:
     words += ["--http.allow_updates=true"] if args.allow_updates else []
     overrides: dict[str, Any] = parse_overrides([*args.overrides, *words])
     runs_dir = Path(str(overrides.get("runs_dir", ServeConfig().runs_dir)))
-    inherited = inherited_settings(
-        [args.model],
-        runs_dir,
-        overrides,
-        args.trust,
-        lambda key: key.startswith("prompt.") or key == "model.max_length",
-    )
+
+    def is_used(key: str) -> bool:
+        return key.startswith("prompt.") or key == "model.max_length"
+
+    inherited = inherited_settings([args.model], runs_dir, overrides, args.trust, is_used)
     cfg = load_settings(ServeConfig, None, {**inherited, **overrides})
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file:
         if "prompt.few_shot" in overrides:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from assay.engine.base import Decode, Engine, Event, Failed, Finished, Request, SamplingParams, TokenChunk
 from assay.models.base import PolicyModel, digests, fingerprint
-from assay.types import Completion, Finish, UserError
+from assay.types import Completion, Finish, UserError, describe_error
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 HOTTEST = 8.0  # temperature: nearly uniform for any model
@@ -195,7 +195,7 @@ def problems(probe: Probe, checks: Iterable[Check]) -> Iterator[str]:
         except Violation as violation:
             yield f"{title}: {violation}"
         except Exception as error:
-            yield f"{title}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            yield f"{title}: {describe_error(error)}"
         try:
             probe.step_to_end(abort=True)  # the check may have left requests running
         except Exception as error:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from assay.process.messages import BadMessage, JsonReader, encode_json, send_bytes, send_json
 from assay.process.plain import PlainDecoder, PlainEncoder, TooLarge, difference, shown
-from assay.types import describe_error
+from assay.types import describe_error, excerpt
 
 MODULE = "program"  # the program's __name__
 MAX_MESSAGE = 1 << 20  # bytes of one value or list of arguments
@@ -291,7 +291,7 @@ class TestSession:
             for text, check in self._tests:
                 why = check(self._namespace)
                 passed.append(not why)
-                detail = detail or (f"{_one_line(text)}: {why}" if why else "")
+                detail = detail or (f"{excerpt(text, MAX_DETAIL // 2)}: {why}" if why else "")
         except ProgramTimeout:
             return self._report("timeout", passed, detail)
         except ProgramLost as lost:
@@ -356,11 +356,6 @@ def _free_names(sources: Sequence[str]) -> list[str]:
     nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
     names = {node.id for node in nodes if isinstance(node, ast.Name) and not hasattr(builtins, node.id)}
     return sorted(names)
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_DETAIL // 2 else text[: MAX_DETAIL // 2] + "..."
 
 
 def run_tests(tests: Mapping[str, Any], connect: Callable[[], ProgramConnection], outgoing: int) -> str:

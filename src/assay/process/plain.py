@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from assay.process.messages import BadMessage
+from assay.types import clip
 
 MAX_NODES = 100_000
 MAX_DEPTH = 100
@@ -136,4 +137,4 @@ def shown(value: Any, limit: int = 80) -> str:
         text = repr(value)
     except (ValueError, RecursionError, MemoryError):  # e.g. an integer with thousands of digits
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else text[:limit] + "..."
+    return clip(text, limit)

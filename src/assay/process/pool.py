@@ -152,7 +152,8 @@ class _WorkerThread(threading.Thread):
         except TimeoutError:
             self._discard()
             if self._settings.concurrent and len(chunk.items) > 1:  # one of them blocked the event loop of all
-                retry = chunk.pop_all()
+                retry = [_Chunk(chunk.batch, [item]) for item in chunk.items]
+                chunk.items = []
             else:
                 chunk.put(ItemFailure(timed_out=True))
         except LOST as error:
@@ -160,7 +161,7 @@ class _WorkerThread(threading.Thread):
             if chunk.retried:
                 chunk.put(ItemFailure(timed_out=False, detail=f"the worker process failed twice: {reason}"))
             else:
-                retry = [chunk.pop_first()]
+                retry = [_Chunk(chunk.batch, [chunk.items.pop(0)], retried=True)]
         for part in (*retry, *chunk.halves()):
             self._jobs.put(part)
 
@@ -311,15 +312,6 @@ class _Chunk:
     def put(self, result: Any) -> None:
         self.batch.put(self.items.pop(0)[0], result)
         self.retried = False
-
-    def pop_first(self) -> _Chunk:
-        """Remove the first item, to be tried again in another worker."""
-        return _Chunk(self.batch, [self.items.pop(0)], retried=True)
-
-    def pop_all(self) -> list[_Chunk]:
-        """Remove all items, to be tried one by one."""
-        items, self.items = self.items, []
-        return [_Chunk(self.batch, [item]) for item in items]
 
     def halves(self) -> list[_Chunk]:
         middle = (len(self.items) + 1) // 2

@@ -150,7 +150,7 @@ def main() -> None:
     except OSError as error:
         missing.append(f"limits on reading files ({error.strerror or error})")
     confinement = _Confinement(landlock=not missing)
-    if not confinement.has_filter:
+    if confinement.rules is None:
         missing.append("a filter of system calls")
     gc.collect()
     gc.freeze()  # children need not copy pages to collect garbage
@@ -236,15 +236,10 @@ class _Confinement:
 
     def __init__(self, landlock: bool) -> None:
         self._null = os.open(os.devnull, os.O_RDWR)
-        self._rules: list[bytes] | None = None
+        self.rules: list[bytes] | None = None  # None: the system does not accept a filter of system calls
         with suppress(OSError):
             isolation.install_filter(isolation.forking_filter())  # once, because a long filter takes a millisecond
-            self._rules = isolation.forked_filter(read_only=not landlock)
-
-    @property
-    def has_filter(self) -> bool:
-        """Whether the system accepted the filter of system calls."""
-        return self._rules is not None
+            self.rules = isolation.forked_filter(read_only=not landlock)
 
     def apply(self, keep: tuple[int, ...], memory: int, seconds: float) -> None:
         for number in range(3):
@@ -260,5 +255,5 @@ class _Confinement:
                 resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         with suppress(OSError):
             isolation.drop_capabilities()
-        if self._rules is not None:
-            isolation.install_filter(self._rules)
+        if self.rules is not None:
+            isolation.install_filter(self.rules)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import isawaitable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from assay.process import isolation
 from assay.process.messages import encode_json, receive, send_bytes, send_json
@@ -173,10 +173,7 @@ def _answers(
             async with limit:
                 value = await _awaited(function(*item))
         except BaseException as error:
-            failure = error
-            if limit.expired():
-                return encode_json({"kind": "timeout", "index": index})
-            return _answer(index, lambda: _raise(failure))
+            return encode_json({"kind": "timeout", "index": index}) if limit.expired() else _failed(index, error)
         return _answer(index, lambda: value)
 
     async def gather() -> list[bytes]:
@@ -189,7 +186,11 @@ def _answer(index: int, result: Callable[[], Any]) -> bytes:
     try:
         return encode_json({"kind": "result", "index": index, "value": result()})
     except BaseException as error:  # SystemExit, and libraries whose timeouts derive from BaseException
-        return encode_json({"kind": "error", "index": index, "detail": describe_error(error)})
+        return _failed(index, error)
+
+
+def _failed(index: int, error: BaseException) -> bytes:
+    return encode_json({"kind": "error", "index": index, "detail": describe_error(error)})
 
 
 def _finished(function: Callable[..., Any], item: Sequence[Any]) -> Any:
@@ -199,10 +200,6 @@ def _finished(function: Callable[..., Any], item: Sequence[Any]) -> Any:
 
 async def _awaited(value: Any) -> Any:
     return await value if isawaitable(value) else value
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 @cache

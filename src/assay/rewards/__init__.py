@@ -4,7 +4,7 @@ from assay.rewards.code import CodeJudge
 from assay.rewards.extract import EXTRACTORS, extract
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.importing import load_object
-from assay.rewards.judge import Judge, RewardMix, RewardSum, check_verdicts
+from assay.rewards.judge import Judge, RewardMix, check_verdicts
 from assay.rewards.numeric import Unreadable
 from assay.rewards.panel import JudgePanel, Judging
 from assay.rewards.pool import JudgePool
@@ -22,7 +22,6 @@ __all__ = [
     "MathJudge",
     "MathVerifyJudge",
     "RewardMix",
-    "RewardSum",
     "Unreadable",
     "check_verdicts",
     "extract",

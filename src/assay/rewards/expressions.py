@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from assay.rewards.numeric import Unreadable
+from assay.types import clip
 
 MAX_CHARS = 200  # of an arithmetic expression
 MAX_DIGITS = 60  # of a number or a result
@@ -113,7 +114,7 @@ def run_python(text: str) -> str:
         result = _ADDRESS.sub(">", repr(evaluate_python(text)))
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:MAX_RESULT_CHARS]
-    return result if len(result) <= MAX_RESULT_CHARS else result[: MAX_RESULT_CHARS - 3] + "..."
+    return clip(result, MAX_RESULT_CHARS)
 
 
 def evaluate_python(text: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from assay.rewards.numeric import MAX_ANSWER_CHARS, closing_brace
-from assay.types import Status, UserError
+from assay.types import Status, UserError, clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,13 @@ class Extraction:
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|((?:\\?\$)?[-+\u2212]?[0-9][0-9,]*(?:\.[0-9]+)?))")
 _DIGIT = re.compile(r"[0-9]")
+MAX_SHOWN = 200  # characters of an answer in a verdict
 _GROUPED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _PLAIN = rf"(?:{_GROUPED}(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])[-\u2212])?(?:\\?\$|[€£¥₹])?(?:(?<=[$€£¥₹])[-\u2212])?"  # a minus after a word or ")" subtracts
     rf"(?:\\[dt]?frac\{{{_PLAIN}\}}\{{{_PLAIN}\}}|{_PLAIN}(?:/{_PLAIN})?(?:[eE][-+]?[0-9]+(?![\w]))?)(?:\s?\\?%)?"
 )
-
-
-def clip(text: str, limit: int = 200) -> str:
-    """Shorten a text."""
-    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def boxed(text: str) -> Extraction:
@@ -53,7 +49,7 @@ def boxed(text: str) -> Extraction:
         return _answer(text[start:end])
     inside = text[start : start + MAX_ANSWER_CHARS + 1]
     reason = "the last box is too long" if len(inside) > MAX_ANSWER_CHARS else "the last box is never closed"
-    return Extraction(clip(inside), Status.UNPARSABLE, detail=reason)
+    return Extraction(clip(inside, MAX_SHOWN), Status.UNPARSABLE, detail=reason)
 
 
 def hash_mark(text: str) -> Extraction:
@@ -74,7 +70,7 @@ def answer_tag(text: str) -> Extraction:
     end = text.find("</answer>", start)
     if end < 0:
         inside = text[start : start + MAX_ANSWER_CHARS]
-        return Extraction(clip(inside), Status.UNPARSABLE, detail="the last <answer> is never closed")
+        return Extraction(clip(inside, MAX_SHOWN), Status.UNPARSABLE, detail="the last <answer> is never closed")
     return _answer(text[start:end])
 
 
@@ -88,7 +84,7 @@ def last_number(text: str) -> Extraction:
     window = text[start : end + 4]  # a closing brace or a percent sign may follow the last digit
     number = _last_match(_NUMBER, window)
     if number is None or (number.start() == 0 and start > 0):
-        return Extraction(clip(window), Status.UNPARSABLE, detail="the last number is too long")
+        return Extraction(clip(window, MAX_SHOWN), Status.UNPARSABLE, detail="the last number is too long")
     return _answer(number.group())
 
 
@@ -124,5 +120,5 @@ def _answer(text: str) -> Extraction:
         return Extraction(status=Status.UNPARSABLE, detail="the final answer is empty")
     if len(text) > MAX_ANSWER_CHARS:
         detail = f"the final answer is longer than {MAX_ANSWER_CHARS} characters"
-        return Extraction(clip(text), Status.UNPARSABLE, detail=detail)
+        return Extraction(clip(text, MAX_SHOWN), Status.UNPARSABLE, detail=detail)
     return Extraction(text)

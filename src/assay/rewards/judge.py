@@ -61,7 +61,7 @@ def judges_async(judge: Any) -> bool:
 
 
 def inner_judges(judge: Any) -> Sequence[Any]:
-    return [judge.judge] if hasattr(judge, "judge") else getattr(judge, "judges", ())
+    return [judge.judge, *getattr(judge, "others", ())] if hasattr(judge, "judge") else getattr(judge, "judges", ())
 
 
 def judge_group(judge: Any, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
@@ -96,8 +96,10 @@ def judge_safely(judge: Judge, completion: str, answer: str, fields: Mapping[str
 def failed_verdict(judge: Judge, status: Status, detail: str) -> Verdict:
     """Return the verdict on a completion that could not be judged; a RewardMix decides its reward."""
     verdict = Verdict(0.0, status, detail=detail)
-    shape = getattr(judge, "shape", None)
-    return shape(verdict, "") if shape is not None else verdict
+    if isinstance(judge, RewardMix):
+        verdict = judge.shape(verdict, "")
+        verdict.reward *= judge.weights[0]
+    return verdict
 
 
 def check_verdicts(
@@ -113,11 +115,33 @@ def check_verdicts(
     raise UserError(f"{who} {how} on {answers}; the first failure: {verdicts[0].detail or 'no detail'}; {remedy}")
 
 
+class SeveralJudges(ABC):
+    """A judge that consists of others."""
+
+    @property
+    def sees_group(self) -> bool:
+        return any(map(sees_group, inner_judges(self)))
+
+    @property
+    def wants_prompt(self) -> bool:
+        return any(map(wants_prompt, inner_judges(self)))
+
+    def prepare(self) -> None:
+        for judge in inner_judges(self):
+            prepare_judge(judge)
+
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
+        return then(self.judge_group([completion], answer, fields), itemgetter(0))
+
+    @abstractmethod
+    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any: ...
+
+
 _UNREADABLE = (Status.NO_ANSWER, Status.UNPARSABLE, Status.TIMEOUT)
 
 
 @dataclass(frozen=True)
-class RewardMix:
+class RewardMix(SeveralJudges):
     """reward = accuracy x A + format x F + length x L, with the components A, F, L in `parts` before weighting.
 
     A: `correct` or `wrong` (interpolated for a judge that gives partial credit), `unparsable` if there was no readable
@@ -125,6 +149,11 @@ class RewardMix:
     F: 1 if the answer has the requested form, or if `format_pattern` is found in the completion; else 0.
     L: 1 up to `target_length` characters, then decreasing linearly to 0 at twice that.
     The status is that of the judge.
+
+    With `names`, reward = sum of weight x reward of the judge, mixed as above if `shaped`, and of the others; `parts`
+    also has the reward of each, before weighting, by its name. The first judge decides status and parsed answer. If a
+    judge fails, the status is error. A function that returns None for an answer does not apply to it and adds nothing,
+    as in TRL.
     """
 
     judge: Judge
@@ -136,6 +165,10 @@ class RewardMix:
     unparsable: float = 0.0
     format_pattern: str | None = None
     target_length: int = 1000
+    others: tuple[Judge, ...] = ()
+    weights: tuple[float, ...] = (1.0,)
+    names: tuple[str, ...] = ()  # of all judges
+    shaped: bool = True
 
     def __post_init__(self) -> None:
         for name in ("accuracy", "format", "length", "correct", "wrong", "unparsable"):
@@ -147,25 +180,33 @@ class RewardMix:
             _compiled(self.format_pattern)
 
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
+        if self.names:
+            return super().__call__(completion, answer, fields)
         return then(self.judge(completion, answer, fields), lambda verdict: self.shape(verdict, completion))
 
     def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
-        verdicts = judge_group(self.judge, completions, answer, fields)
-        return then(verdicts, lambda verdicts: list(map(self.shape, verdicts, completions)))
+        by_judge = together([judge_group(judge, completions, answer, fields) for judge in (self.judge, *self.others)])
+        return then(by_judge, lambda by_judge: list(map(self._sum, completions, *by_judge)))
 
-    @property
-    def sees_group(self) -> bool:
-        return sees_group(self.judge)
-
-    @property
-    def wants_prompt(self) -> bool:
-        return wants_prompt(self.judge)
-
-    def prepare(self) -> None:
-        prepare_judge(self.judge)
+    def _sum(self, completion: str, first: Verdict, *others: Verdict) -> Verdict:
+        verdicts = [self.shape(first, completion), *others]
+        if not self.names:
+            return verdicts[0]
+        named = [item for item in zip(self.names, self.weights, verdicts, strict=True) if not _skipped(item[2])]
+        if not named:
+            return Verdict(0.0, Status.ERROR, detail="no reward function applies to this answer: all returned None")
+        first = named[0][2]
+        parts = {**first.parts, **{name: verdict.reward for name, _, verdict in named}}
+        failed = next(((name, verdict) for name, _, verdict in named if verdict.status is Status.ERROR), None)
+        if failed is not None:
+            return Verdict(0.0, Status.ERROR, first.parsed, parts, f"{failed[0]}: {failed[1].detail}")
+        reward = sum(weight * verdict.reward for _, weight, verdict in named)
+        return Verdict(reward, first.status, first.parsed, parts, first.detail)
 
     def shape(self, verdict: Verdict, completion: str) -> Verdict:
-        """Return the judge's verdict with the mixed reward."""
+        """Return the first judge's verdict with the mixed reward."""
+        if not self.shaped:
+            return verdict
         parts = dict(verdict.parts)
         failed = verdict.status in (Status.TIMEOUT, Status.ERROR)
         parts["accuracy"] = self._accuracy(verdict)
@@ -200,66 +241,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise UserError(f"the reward's 'format_pattern' is not a regular expression: {error}") from None
 
 
-@dataclass(frozen=True)
-class SeveralJudges(ABC):
-    """A judge that consists of others."""
-
-    judges: tuple[Judge, ...]
-
-    @property
-    def sees_group(self) -> bool:
-        return any(map(sees_group, self.judges))
-
-    @property
-    def wants_prompt(self) -> bool:
-        return any(map(wants_prompt, self.judges))
-
-    def prepare(self) -> None:
-        for judge in self.judges:
-            prepare_judge(judge)
-
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
-        return then(self.judge_group([completion], answer, fields), itemgetter(0))
-
-    @abstractmethod
-    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any: ...
-
-
-@dataclass(frozen=True)
-class RewardSum(SeveralJudges):
-    """reward = sum of weight x reward of several judges; `parts` has the reward of each, before weighting, by its name.
-
-    The first judge decides status and parsed answer. If a judge fails, the status is error. A function that returns
-    None for an answer does not apply to it and adds nothing, as in TRL.
-    """
-
-    weights: tuple[float, ...]
-    names: tuple[str, ...]
-
-    def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
-        by_judge = together([judge_group(judge, completions, answer, fields) for judge in self.judges])
-        return then(by_judge, lambda by_judge: [self._sum(verdicts) for verdicts in zip(*by_judge, strict=True)])
-
-    def shape(self, verdict: Verdict, completion: str) -> Verdict:
-        """Return the verdict on a completion that could not be judged: its reward is that of the first judge."""
-        shape = getattr(self.judges[0], "shape", None)
-        shaped: Verdict = verdict if shape is None else shape(verdict, completion)
-        shaped.reward *= self.weights[0]
-        return shaped
-
-    def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
-        named = [item for item in zip(self.names, self.weights, verdicts, strict=True) if not _skipped(item[2])]
-        if not named:
-            return Verdict(0.0, Status.ERROR, detail="no reward function applies to this answer: all returned None")
-        first = named[0][2]
-        parts = {**first.parts, **{name: verdict.reward for name, _, verdict in named}}
-        failed = next(((name, verdict) for name, _, verdict in named if verdict.status is Status.ERROR), None)
-        if failed is not None:
-            return Verdict(0.0, Status.ERROR, first.parsed, parts, f"{failed[0]}: {failed[1].detail}")
-        reward = sum(weight * verdict.reward for _, weight, verdict in named)
-        return Verdict(reward, first.status, first.parsed, parts, first.detail)
-
-
 def _skipped(verdict: Verdict) -> bool:
     return verdict.status is Status.ERROR and verdict.detail == NOT_APPLICABLE
 
@@ -268,6 +249,7 @@ def _skipped(verdict: Verdict) -> bool:
 class JudgeByTask(SeveralJudges):
     """Judges each answer with the judge of its task, which a field of the prompt names."""
 
+    judges: tuple[Judge, ...]
     labels: tuple[str, ...]
 
     def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:

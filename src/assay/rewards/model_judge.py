@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from assay.config import JudgeConfig
-from assay.endpoint import Endpoint, EndpointError, Usage, shortened
+from assay.endpoint import Endpoint, EndpointError, Usage
 from assay.rewards.cache import ReplyCache
 from assay.rewards.judge import judged_fields
 from assay.rewards.pool import GroupItem, Item, JudgeReport
-from assay.types import Prompt, Status, UserError, Verdict
+from assay.types import Prompt, Status, UserError, Verdict, excerpt
 
 PATH = "/chat/completions"
 TOP_LOGPROBS = (20, 5, 0)  # alternatives per token that are requested; fewer if the endpoint rejects it; 0: none
@@ -150,7 +150,7 @@ class ModelJudge:
         judged = read_yes_no(reply) if self.cfg.questions else read_score(reply, self.cfg.scale)
         if judged is None:
             wanted = "neither yes nor no" if self.cfg.questions else f"no score from 1 to {self.cfg.scale}"
-            shown = shortened(reply["text"], 80)
+            shown = excerpt(reply["text"], 80)
             raise UserError(f"the judge {self.cfg.model} replied {shown!r}, in which there is {wanted}")
         return judged
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from assay.model_files import check_model_files
 from assay.process.spawn import RemoteWorker, WorkerDied, serve
-from assay.types import UserError
+from assay.types import UserError, describe_error, excerpt
 
 Conversation = Sequence[Mapping[str, Any]]  # messages; the last is the answer
 Item = Conversation | str | Sequence[int]  # a conversation, a text, or token ids
@@ -72,7 +72,7 @@ class RewardModelWorker:
                 self._load_model(path, device, dtype)
         except Exception as error:  # a damaged file can raise any error in transformers
             what = "classification model" if with_model else "tokenizer"
-            raise UserError(f"'{source}' cannot be loaded as a {what} ({one_line(error)})") from None
+            raise UserError(f"'{source}' cannot be loaded as a {what} ({describe_error(error)})") from None
 
     def _load_model(self, path: str, device: str, dtype: str) -> None:
         import torch
@@ -116,7 +116,7 @@ class RewardModelWorker:
         try:
             return self._ids(item), ""
         except Exception as error:  # a chat template can raise any error
-            return [], f"the chat template rejects the messages ({one_line(error)})"
+            return [], f"the chat template rejects the messages ({excerpt(str(error))})"
 
     def _ids(self, item: Item) -> list[int]:
         if isinstance(item, str):
@@ -181,10 +181,6 @@ class RewardModelWorker:
                 return [f"there is not enough memory for {len(sequences[0])} tokens"]
         half = len(sequences) // 2
         return self._compute(sequences[:half]) + self._compute(sequences[half:])
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def activation_of(problem_type: str | None, labels: int) -> str:

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 
 from assay.rewards.equality import compare
 from assay.rewards.expressions import compute, parse_arithmetic
-from assay.rewards.extract import check_extractor, clip, extract
+from assay.rewards.extract import MAX_SHOWN, check_extractor, extract
 from assay.rewards.judge import binary_verdict
 from assay.rewards.latex import cache_bytecode, verify_whole
 from assay.rewards.numeric import Unreadable, UnreadableGold, nesting_depth, read_quantity, tidy
-from assay.types import Status, UserError, Verdict, describe_error, missing_extra, unknown_name
+from assay.types import Status, UserError, Verdict, clip, describe_error, missing_extra, unknown_name
 
 MAX_AUDIT_CHARS = 50_000  # math-verify's own extraction searches the whole text, and is slow
 
@@ -61,9 +61,9 @@ class FinalAnswerJudge(ABC):
         try:
             score, detail = self.score(extraction.text, problem)
         except Unreadable as error:
-            return binary_verdict(Status.UNPARSABLE, clip(extraction.text), in_form, str(error))
+            return binary_verdict(Status.UNPARSABLE, clip(extraction.text, MAX_SHOWN), in_form, str(error))
         except UnreadableGold as error:
-            return Verdict(0.0, Status.ERROR, clip(extraction.text), detail=str(error))
+            return Verdict(0.0, Status.ERROR, clip(extraction.text, MAX_SHOWN), detail=str(error))
         status = Status.OK if score >= 1.0 else Status.WRONG
         return Verdict(score, status, extraction.text, {"accuracy": score, "format": in_form}, detail)
 
@@ -104,7 +104,7 @@ class MathVerifyJudge:
         equal, parsed = verify_whole(completion, answer)
         if equal is None:
             return binary_verdict(Status.NO_ANSWER, None, 0.0, "math-verify found no answer")
-        return binary_verdict(Status.OK if equal else Status.WRONG, clip(parsed), 1.0)
+        return binary_verdict(Status.OK if equal else Status.WRONG, clip(parsed, MAX_SHOWN), 1.0)
 
 
 MAX_CHARS = 400

@@ -58,16 +58,15 @@ class Gate:
 
     def _refusal(self, scope: Any) -> ApiError | None:
         headers = Headers(scope=scope)
-        access = self.service.access
-        if access.api_key:
+        if api_key := self.service.api_key:
             if scope["path"] == "/health":
                 return None
             given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode("latin-1"), b"Bearer " + access.api_key.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), b"Bearer " + api_key.encode()):
                 return ApiError(
                     401, "wrong or missing API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
                 )
-        elif access.local_only:
+        else:  # bound to the loopback interface
             # A web page can make a browser send requests here, also under a host name of its own.
             host = headers.get("host", "")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
@@ -154,7 +153,8 @@ class GenerationResponse(Response):
                 parts.append(writer.chunk(index, event))
             if not started:
                 started = True
-                await self._start(send)
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 parts.insert(0, writer.opening())
                 service.metrics.observe(names.FIRST_TOKEN, time.perf_counter() - self.started)
             service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens - counted)
@@ -163,10 +163,6 @@ class GenerationResponse(Response):
             if left and body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": body + writer.closing(), "more_body": False})
-
-    async def _start(self, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 def make_app(service: Service) -> Any:

@@ -24,24 +24,15 @@ from assay.process.spawn import WorkerDied, exit_reason
 from assay.rewards.reward_model_worker import Item, Outputs, RewardModelProcess
 from assay.serve import metrics as names
 from assay.serve.app import unsupported, with_common_routes
-from assay.serve.protocol import ApiError, Fields, check_model, is_token_list, parse_messages
-from assay.serve.server import access_of, make_http_server, nothing, serve_until_stopped
+from assay.serve.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
+from assay.serve.server import make_http_server, nothing, serve_until_stopped
 from assay.serve.service import HttpService, json_response
 from assay.types import describe_error
 
 AT_ONCE = 256  # sequences per call of the process
 BATCH_TOKENS = 16_384  # maximum tokens of a batch, with padding
 FIELDS = {"model", "input", "messages", "use_activation"}
-FORMS = "a text, a list of token ids, or a list of these"
 Result = tuple[Outputs, int]  # outputs, or why there are none; number of tokens
-
-
-@dataclass
-class Classification:
-    """A checked request."""
-
-    items: list[Item]
-    use_activation: bool  # return probabilities instead of the outputs of the model
 
 
 class SequenceBatches:
@@ -84,7 +75,12 @@ class SequenceBatches:
                 self._process.close()  # after an error of CUDA it could not go on
                 outcomes = [failure_of(error) for _ in batch]
             for (_, future), outcome in zip(batch, outcomes, strict=True):
-                deliver(future, outcome)
+                if future.done():  # the request was cancelled
+                    continue
+                if isinstance(outcome, ApiError):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
         self._running, self._task = 0, None
 
     def _take(self) -> list[tuple[list[Item], asyncio.Future[list[Result]]]]:
@@ -104,22 +100,12 @@ def failure_of(error: Exception) -> ApiError:
     return ApiError(500, f"the model failed: {describe_error(error)}")
 
 
-def deliver(future: asyncio.Future[list[Result]], outcome: list[Result] | ApiError) -> None:
-    if future.done():  # the request was cancelled
-        return
-    if isinstance(outcome, ApiError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
 @dataclass(kw_only=True)
 class ClassifyService(HttpService):
     """What the routes of a classification model need."""
 
     batches: SequenceBatches
     info: Mapping[str, Any]  # of `RewardModelWorker.info`
-    max_items: int = 128  # per request
 
     @property
     def max_length(self) -> int:
@@ -128,41 +114,36 @@ class ClassifyService(HttpService):
     async def state(self) -> tuple[EngineLoad, int]:
         return self.batches.load, 0
 
-    def parse_body(self, tree: Mapping[str, Any]) -> Classification:
+    def parse_body(self, tree: Mapping[str, Any]) -> tuple[list[Item], bool]:
+        """The items, and whether to return probabilities instead of the outputs of the model."""
         fields = Fields(tree)
         fields.check_known(FIELDS)
         check_model(fields, self.model)
         given = [name for name in ("input", "messages") if tree.get(name) is not None]
         if len(given) != 1:
             raise ApiError(400, "give either 'input' or 'messages'", "input")
-        items: list[Item] = [parse_messages(tree["messages"])] if given == ["messages"] else parse_input(tree["input"])
-        if len(items) > self.max_items:
-            raise ApiError(400, f"more than {self.max_items} inputs: send fewer per request", "input")
-        return Classification(items, fields.get("use_activation", bool, True))
+        one_chat = given == ["messages"]
+        items: Sequence[Item] = [parse_messages(tree["messages"])] if one_chat else parse_inputs(tree["input"], "input")
+        if len(items) > self.cfg.max_samples:
+            raise ApiError(400, f"more than {self.cfg.max_samples} inputs: send fewer per request", "input")
+        return list(items), fields.get("use_activation", bool, True)
 
-    def answer(self, asked: Classification, results: Sequence[Result]) -> dict[str, Any]:
-        data = [self._entry(index, asked, outputs) for index, (outputs, _) in enumerate(results)]
+    def answer(self, results: Sequence[Result], use_activation: bool) -> dict[str, Any]:
+        data = [self._entry(index, results, use_activation) for index in range(len(results))]
         tokens = sum(count for _, count in results)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
         head = {"id": f"classify-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
         return {**head, "model": self.model, "data": data, "usage": usage}
 
-    def _entry(self, index: int, asked: Classification, outputs: Outputs) -> dict[str, Any]:
-        where = f"input {index}: " if len(asked.items) > 1 else ""
+    def _entry(self, index: int, results: Sequence[Result], use_activation: bool) -> dict[str, Any]:
+        where, outputs = f"input {index}: " if len(results) > 1 else "", results[index][0]
         if isinstance(outputs, str):
             raise ApiError(400, f"{where}{outputs}", "input")
         if not all(map(math.isfinite, outputs)):  # JSON has no such numbers
             raise ApiError(500, f"{where}the outputs of the model are not finite: {outputs}")
-        probs = activated(outputs, self.info["activation"]) if asked.use_activation else outputs
+        probs = activated(outputs, self.info["activation"]) if use_activation else outputs
         label = self.info["labels"][max(range(len(outputs)), key=outputs.__getitem__)]
         return {"index": index, "label": label, "probs": probs, "num_classes": len(outputs)}
-
-
-def parse_input(value: Any) -> list[Item]:
-    items = value if isinstance(value, list) and not is_token_list(value) else [value]
-    if not items or not all(isinstance(one, str) or is_token_list(one) for one in items):
-        raise ApiError(400, f"'input' must be {FORMS}", "input")
-    return items
 
 
 def activated(outputs: Sequence[float], activation: str) -> list[float]:
@@ -180,9 +161,9 @@ def make_classify_app(service: ClassifyService) -> Any:
 
     async def classify(request: HttpRequest) -> Response:
         started = time.perf_counter()
-        asked = await service.parse(request, service.parse_body)
-        with service.admitted(len(asked.items)):
-            answer = service.answer(asked, await service.batches.submit(asked.items))
+        items, use_activation = await service.parse(request, service.parse_body)
+        with service.admitted(len(items)):
+            answer = service.answer(await service.batches.submit(items), use_activation)
         service.metrics.add(names.PROMPT_TOKENS, answer["usage"]["prompt_tokens"])
         service.metrics.observe(names.LATENCY, time.perf_counter() - started)
         return json_response(answer)
@@ -203,9 +184,8 @@ def serve_classifier(
     """Serve until Ctrl-C or SIGTERM; must be called in the main thread."""
 
     async def run() -> None:
-        batches, access = SequenceBatches(process, cfg.max_prompt_tokens), access_of(cfg, AT_ONCE)
-        info = process.call("info")
-        service = ClassifyService(name, access, batches=batches, info=info, max_items=cfg.max_samples)
+        batches, info = SequenceBatches(process, cfg.max_prompt_tokens), process.call("info")
+        service = ClassifyService(name, cfg, AT_ONCE + cfg.queue, batches=batches, info=info)
         try:
             server = make_http_server(make_classify_app(service), cfg, on_ready)
             await serve_until_stopped(server, listener, on_stop)

@@ -20,7 +20,6 @@ from assay.text.stream import REPLACEMENT, TextStream, text_before_stop
 from assay.types import Completion
 
 DONE = b"data: [DONE]\n\n"
-EMPTY: Mapping[int, Sequence[Sequence[tuple[int, float]]]] = {}
 TOKEN_TEXTS = 1 << 16  # cached texts of tokens
 
 
@@ -32,7 +31,8 @@ class TokenTexts:
         self.of = lru_cache(TOKEN_TEXTS)(lambda token: tokenizer.decode([token], skip_special=False))
 
 
-Alternatives = Sequence[Sequence[tuple[str, float]]]  # per token: the texts of likely tokens, and log-probabilities
+Likely = Sequence[Sequence[tuple[int, float]]]  # per token: likely tokens and their log-probabilities
+Alternatives = Sequence[Sequence[tuple[str, float]]]  # the same with the texts of the tokens
 
 
 def completion_logprobs(
@@ -84,17 +84,13 @@ class AnswerWriter:
         prompt, sampled = self.generation.prompt_tokens, self.sampled_tokens
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
-    def body(
-        self, completions: dict[int, Completion], likely: Mapping[int, Sequence[Sequence[tuple[int, float]]]] = EMPTY
-    ) -> bytes:
-        """The whole response. `completions`, and likely tokens with their log-probabilities: by index of the choice."""
+    def body(self, completions: Mapping[int, Completion], likely: Mapping[int, Likely]) -> bytes:
+        """The whole response. `completions` and `likely`: by index of the choice."""
         self.sampled_tokens = sum(len(completion.token_ids) for completion in completions.values())
         choices = [self._choice(index, completions[index], likely.get(index)) for index in sorted(completions)]
         return json.dumps({**self.head, "choices": choices, "usage": self.usage}).encode()
 
-    def _choice(
-        self, index: int, completion: Completion, likely: Sequence[Sequence[tuple[int, float]]] | None = None
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, completion: Completion, likely: Likely | None) -> dict[str, Any]:
         generation = self.generation
         text = text_before_stop(self.renderer.decode(completion.token_ids), generation.params.stop)
         choice: dict[str, Any] = {"index": index}
@@ -110,27 +106,20 @@ class AnswerWriter:
         return choice
 
     def logprobs(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        offset: int = 0,
-        likely: Sequence[Sequence[tuple[int, float]]] | None = None,
+        self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int = 0, likely: Likely | None = None
     ) -> dict[str, Any] | None:
         if not self.generation.logprobs:
             return None
         texts, alternatives = [self.texts.of(token) for token in token_ids], None
         if likely is not None:
-            given = zip(token_ids, logprobs, likely, strict=True)
-            alternatives = [self._named(own, token, logprob) for token, logprob, own in given]
+            # The sampled token has its reported log-probability: another pass rounds it differently.
+            alternatives = [
+                [(self.texts.of(one), logprob if one == token else value) for one, value in own]
+                for token, logprob, own in zip(token_ids, logprobs, likely, strict=True)
+            ]
         if self.generation.chat:
             return chat_logprobs(texts, logprobs, alternatives)
         return completion_logprobs(texts, logprobs, offset, alternatives)
-
-    def _named(self, likely: Sequence[tuple[int, float]], token: int, logprob: float) -> list[tuple[str, float]]:
-        """Likely tokens by their texts. The sampled one has its reported log-probability: another pass rounds it
-        differently.
-        """
-        return [(self.texts.of(one), logprob if one == token else value) for one, value in likely]
 
 
 class StreamWriter(AnswerWriter):

@@ -13,17 +13,15 @@ from typing import Any
 import uvicorn
 
 from assay.config import HttpConfig
-from assay.endpoint import key_of
 from assay.engine.base import Engine
 from assay.engine.client import EngineClient, LocalClient
-from assay.listen import is_loopback, limit_headers
+from assay.listen import limit_headers
 from assay.serve.app import make_app
 from assay.serve.control import EngineControl
 from assay.serve.metrics import Metrics
-from assay.serve.protocol import RequestLimits, RequestParser
-from assay.serve.service import AccessRules, Service
+from assay.serve.protocol import RequestParser
+from assay.serve.service import Service
 from assay.text import Renderer
-from assay.types import UserError
 
 BACKLOG = 4096  # connections that wait to be accepted
 KEEP_ALIVE_S = 60
@@ -66,24 +64,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def access_of(cfg: HttpConfig, max_batch: int) -> AccessRules:
-    key = key_of(cfg.api_key_env, "http")
-    if not key and not is_loopback(cfg.host):
-        raise UserError(
-            f"everyone who reaches {cfg.host} could use the server: set an API key with --api-key-env NAME, "
-            "or bind it to 127.0.0.1"
-        )
-    return AccessRules(
-        api_key=key,
-        local_only=is_loopback(cfg.host),
-        allow_updates=cfg.allow_updates,
-        max_body=int(cfg.max_body_mb * 2**20),
-        body_timeout_s=cfg.body_timeout_s,
-        capacity=max_batch + cfg.queue,
-        frontends=cfg.frontends,
-    )
-
-
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -94,11 +74,16 @@ def build_service(
 ) -> Service:
     """`call`: of an `EngineControl`."""
     cfg, info = serving.cfg, client.info
-    limits = RequestLimits(info.max_length, info.vocab_size, cfg.max_prompt_tokens, cfg.max_samples)
-    parser = RequestParser(serving.renderer, limits, serving.name, serving.has_chat)
-    access = access_of(cfg, info.max_batch)
-    counters, renderer = metrics or Metrics(), serving.renderer
-    return Service(serving.name, access, counters, renderer=renderer, parser=parser, client=client, call=call)
+    return Service(
+        serving.name,
+        cfg,
+        info.max_batch + cfg.queue,
+        metrics or Metrics(),
+        renderer=serving.renderer,
+        parser=RequestParser(serving.renderer, info, cfg, serving.name, serving.has_chat),
+        client=client,
+        call=call,
+    )
 
 
 def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:

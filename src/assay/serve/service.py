@@ -14,30 +14,32 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from assay.config import HttpConfig
+from assay.endpoint import key_of
 from assay.engine.base import EngineLoad
 from assay.engine.client import EngineClient
+from assay.listen import is_loopback
 from assay.serve import metrics as names
 from assay.serve.metrics import CLOSED, Metrics
 from assay.serve.protocol import ApiError, RequestParser, parse_object
 from assay.serve.responses import TokenTexts
 from assay.serve.running import RequestBatches
 from assay.text import Renderer
+from assay.types import UserError
 
 JSON = "application/json"
 LONG_BODY = 1 << 16  # bytes from which a body is parsed and tokenized in a thread, so that other requests are served
 
 
-@dataclass
-class AccessRules:
-    """Who may use the server, and limits on what it accepts."""
-
-    api_key: str = ""  # empty: everyone who can connect
-    local_only: bool = True  # bound to the loopback interface: requests for other host names are rejected
-    allow_updates: bool = False  # whether the endpoints of the trainer are enabled
-    max_body: int = 4 << 20  # bytes
-    body_timeout_s: float = 30.0  # for receiving a body
-    capacity: int = 4096  # samples that run or wait
-    frontends: int = 0  # processes beside this one that also handle requests
+def api_key_of(cfg: HttpConfig) -> str:
+    """The key that requests need; empty: everyone who can connect may use the server."""
+    key = key_of(cfg.api_key_env, "http")
+    if not key and not is_loopback(cfg.host):
+        raise UserError(
+            f"everyone who reaches {cfg.host} could use the server: set an API key with --api-key-env NAME, "
+            "or bind it to 127.0.0.1"
+        )
+    return key
 
 
 @dataclass
@@ -45,9 +47,13 @@ class HttpService(ABC):
     """What the routes of every kind of model need."""
 
     model: str  # its name in requests
-    access: AccessRules
+    cfg: HttpConfig
+    capacity: int  # samples that run or wait
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.api_key = api_key_of(self.cfg)
 
     @property
     @abstractmethod
@@ -61,7 +67,7 @@ class HttpService(ABC):
     @contextmanager
     def admitted(self, samples: int) -> Iterator[None]:
         """Count samples while they are served; an overloaded server rejects them."""
-        if self.metrics.active + samples > self.access.capacity:
+        if self.metrics.active + samples > self.capacity:
             message = f"the server is overloaded: {self.metrics.active} answers are being computed or wait; try again"
             raise ApiError(429, message, code="overloaded", retry_after=1)
         self.metrics.add(names.ACTIVE, samples)
@@ -75,14 +81,14 @@ class HttpService(ABC):
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON:  # also keeps out forms that a foreign web page can send
             raise ApiError(415, f"the content type must be {JSON}")
-        limit = self.access.max_body
+        limit = int(self.cfg.max_body_mb * 2**20)
         too_large = ApiError(413, f"the body is larger than {limit} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
             raise too_large
         parts, size = [], 0
         try:
-            async with asyncio.timeout(self.access.body_timeout_s):
+            async with asyncio.timeout(self.cfg.body_timeout_s):
                 while True:
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
@@ -94,7 +100,7 @@ class HttpService(ABC):
                     if not message.get("more_body"):
                         return b"".join(parts)
         except TimeoutError:
-            seconds = f"{self.access.body_timeout_s:g} seconds"
+            seconds = f"{self.cfg.body_timeout_s:g} seconds"
             raise ApiError(408, f"the body was not received within {seconds}") from None
 
     async def parse(self, request: HttpRequest, parse: Callable[[Mapping[str, Any]], Any]) -> Any:
@@ -114,12 +120,13 @@ class Service(HttpService):
     call: Callable[..., Awaitable[Any]]  # of `EngineControl`
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.texts = TokenTexts(self.renderer)
         self.batches = RequestBatches()
 
     @property
     def max_length(self) -> int:
-        return self.parser.limits.max_length
+        return self.parser.info.max_length
 
     async def state(self) -> tuple[EngineLoad, int]:
         return await self.call("load"), await self.call("version")

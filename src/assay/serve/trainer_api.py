@@ -69,7 +69,7 @@ class EventStream(Response):
         with service.admitted(samples):
             service.metrics.add(names.PROMPT_TOKENS, len(self.request.prompt_ids))
             async with until_disconnect(scope, receive):
-                if self.batch is not None and not service.access.frontends:
+                if self.batch is not None and not service.cfg.frontends:
                     await service.batches.join(*self.batch)
                 with RunningSamples(service.client, [self.request]) as running:
                     await self._send_events(running, samples, send)
@@ -100,7 +100,7 @@ def trainer_routes(service: Service) -> list[Route]:
 
     def guarded(endpoint: Endpoint) -> Endpoint:
         async def checked(request: HttpRequest) -> Response:
-            if not service.access.allow_updates:
+            if not service.cfg.allow_updates:
                 raise ApiError(403, "weight updates are disabled: start the server with --allow-updates")
             return await endpoint(request)
 

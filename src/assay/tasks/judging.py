@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from assay.config import JudgeConfig, RewardConfig
-from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, RewardMix, RewardSum
+from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, RewardMix
 from assay.rewards.reward_model import make_model_judge
 from assay.tasks.base import Task
 from assay.types import UserError
@@ -51,14 +51,13 @@ def build_judge(cfg: RewardConfig, task: Task | None, shaped: bool = True) -> Ju
         assert task is not None
         return task.judge(cfg.extract or None, cfg.strict)
 
-    judges = [judge_of(path) for path in paths]
-    if shaped:
-        judges[0] = shaping(cfg, judges[0])
-    return RewardSum(tuple(judges), tuple(weights), part_names(paths)) if cfg.functions else judges[0]
+    first, *others = [judge_of(path) for path in paths]
+    mix = replace(shaping(cfg, first), others=tuple(others), shaped=shaped)
+    return replace(mix, weights=tuple(weights), names=part_names(paths)) if cfg.functions else mix
 
 
 def shaping(cfg: RewardConfig, judge: Judge) -> RewardMix:
-    values = cfg.model_dump(include={field.name for field in fields(RewardMix)})
+    values = cfg.model_dump(include={field.name for field in fields(RewardMix)} - {"weights"})
     return RewardMix(judge, **values | {"format_pattern": cfg.format_pattern or None})
 
 

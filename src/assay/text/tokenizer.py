@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from assay.model_files import check_model_files
-from assay.types import UserError
+from assay.types import UserError, describe_error
 
 if TYPE_CHECKING:
     from assay.text.chat_template import ChatTemplate
@@ -174,17 +174,13 @@ def _from_pretrained(source: str, trust_remote_code: bool) -> Any:
             advice = "the Hugging Face hub cannot be reached: check the name and the network, or give a local folder"
         else:
             advice = "no such local folder, and not found on the Hugging Face hub: check the name"
-        raise UserError(f'cannot load the tokenizer "{source}": {advice} ({_first_line(error)})') from error
+        raise UserError(f'cannot load the tokenizer "{source}": {advice} ({describe_error(error)})') from error
 
 
 def _has_vocabulary(folder: Path) -> bool:
     """Whether a folder has the vocabulary of a tokenizer in one of the usual formats, or a tokenizer's own code."""
     names = ("tokenizer.json", "vocab.*", "*.vocab", "*.model", "*.tiktoken", "tokenization_*.py", "tokenizer.py")
     return any(True for name in names for _ in folder.glob(name))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _hub_reachable() -> bool:
@@ -328,7 +324,7 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise UserError(
-            f'cannot build the tokenizer of "{path}" ({_first_line(error)}): the file may be incomplete; '
+            f'cannot build the tokenizer of "{path}" ({describe_error(error)}): the file may be incomplete; '
             "fetch it again, or set model.tokenizer to a Hugging Face folder"
         ) from error
     template = metadata.get("tokenizer.chat_template")

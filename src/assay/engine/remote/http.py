@@ -25,11 +25,10 @@ from assay.endpoint import (
     parse_json,
     read_answer,
     read_lines,
-    shortened,
 )
 from assay.engine.remote.launch import LaunchedServers
 from assay.engine.remote.nodes import nodes_folder
-from assay.types import UserError, describe_error, hide_credentials, missing_extra
+from assay.types import UserError, describe_error, excerpt, hide_credentials, missing_extra
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Collection[Any])
@@ -262,7 +261,7 @@ class HttpServers:
     def field(self, answer: Any, name: str, kind: type[T]) -> T:
         """A field of an answer, which must have this type."""
         if not isinstance(answer, dict) or not isinstance(answer.get(name), kind):
-            raise self.garbage(f"{shortened(str(answer), 80)!r}, which has no valid '{name}'")
+            raise self.garbage(f"{excerpt(str(answer), 80)!r}, which has no valid '{name}'")
         return answer[name]
 
     @contextmanager
@@ -365,7 +364,7 @@ class HttpServers:
         try:
             return parse_json(text)
         except ValueError:
-            raise self.garbage(f"something that is not JSON ({shortened(text, 80)!r})") from None
+            raise self.garbage(f"something that is not JSON ({excerpt(text, 80)!r})") from None
 
     def _disconnect(self) -> None:
         """Close all connections and end the thread."""
@@ -384,7 +383,7 @@ def logprob_problem(values: Any, count: int) -> str:
     if not isinstance(values, list) or len(values) != count:
         return f"not one log-probability for each of {count} tokens"
     invalid = [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]
-    return f"the log-probability {shortened(str(invalid[0]), 30)}, which is not a number up to 0" if invalid else ""
+    return f"the log-probability {excerpt(str(invalid[0]), 30)}, which is not a number up to 0" if invalid else ""
 
 
 def is_lost(error: BaseException) -> bool:

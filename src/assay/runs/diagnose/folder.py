@@ -17,11 +17,12 @@ from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.rules import diagnose
 from assay.runs.diagnose.speed import slower_than_best
 from assay.runs.directory import Run
-from assay.types import Status, describe_error
+from assay.types import Status, describe_error, excerpt
 
 UNEXPECTED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # values of a damaged file
 SHOWN = 3  # examples of a cause
 EXAMPLE_CHARS = 160  # of the end of an answer, where the final answer is
+QUOTED = 60  # characters of a detail or an extracted answer
 MAX_FILES = 200  # rollout files whose prompts are compared with evaluations, spread over the run
 JUDGED = (Status.NO_ANSWER, Status.UNPARSABLE, Status.WRONG)
 # Causes that answers illustrate, and the statuses of these answers. None: answers that were cut off.
@@ -86,7 +87,7 @@ def with_examples(cause: Diagnosis, files: RunFiles) -> Diagnosis:
     if not kinds:
         return cause
     (kind, count), *_ = kinds.most_common(1)
-    detail = f" ({shortened(kind[1])})" if kind[1] else ""
+    detail = f" ({excerpt(kind[1], QUOTED)})" if kind[1] else ""
     shown = spread([line for line in lines if failure(line) == kind])
     evidence = f"{cause.evidence}; in step {steps[-1]}, {percent(count / len(lines))} of the verdicts are {kind[0]}"
     return replace(cause, evidence=evidence + detail, examples=tuple(map(example, shown)))
@@ -108,16 +109,11 @@ def spread(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def example(line: Mapping[str, Any]) -> str:
     """One line: the prompt, the end of the answer, what was extracted from it, and the expected answer."""
     parsed = setting(line, "verdict.parsed")
-    expected = f", expected {shortened(str(line['answer']))}" if line.get("answer") else ""
-    found = "" if parsed is None else f", extracted {shortened(str(parsed))}"
+    expected = f", expected {excerpt(str(line['answer']), QUOTED)}" if line.get("answer") else ""
+    found = "" if parsed is None else f", extracted {excerpt(str(parsed), QUOTED)}"
     text = str(line.get("text", "")).strip()
     end = text if len(text) <= EXAMPLE_CHARS else f"... {text[-EXAMPLE_CHARS:]}"
     return f"{line.get('prompt_id')}: {json.dumps(end, ensure_ascii=False)}{found}{expected}"
-
-
-def shortened(text: str, limit: int = 60) -> str:
-    one_line = " ".join(text.split())
-    return one_line if len(one_line) <= limit else f"{one_line[:limit]}..."
 
 
 # Leakage

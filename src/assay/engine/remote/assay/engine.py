@@ -26,13 +26,12 @@ from assay.engine.remote.http import (
     ServerStale,
     ServerUnreachable,
     allowed_connections,
-    shortened,
 )
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.scoring import unpacked_scores
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
 from assay.models.base import PolicyModel
-from assay.types import Completion, UserError
+from assay.types import Completion, UserError, excerpt
 
 GENERATE = "/engine/generate"
 CAPABILITIES = replace(ALL_CAPABILITIES, handles=False)
@@ -152,7 +151,7 @@ class AssayEngine(RemoteEngine):
                 except WireError as error:
                     raise self.garbage(str(error)) from None
                 if isinstance(event, Failed):
-                    raise UserError(shortened(event.error.removeprefix(f"{job.name}: ")))
+                    raise UserError(excerpt(event.error.removeprefix(f"{job.name}: ")))
                 if not isinstance(event, Finished) or event.sample not in missing:
                     raise self.garbage("an event that is not the end of an unfinished sample")
                 missing.remove(event.sample)

@@ -19,7 +19,7 @@ import torch
 
 from assay.config import SGLangConfig
 from assay.engine.base import Capabilities, EngineOptions
-from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable, shortened
+from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.sglang.servers import MARGIN, LaunchedSGLang
@@ -28,7 +28,7 @@ from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import spec_to_hf
-from assay.types import Finish, UserError
+from assay.types import Finish, UserError, excerpt
 
 GENERATE = "/generate"
 LOWEST_TEMPERATURE = 1e-6  # SGLang samples greedily below
@@ -182,7 +182,7 @@ class SGLangEngine(PausableEngine):
             foreign = isinstance(matched, int) and matched not in job.request.params.stop_token_ids
             return SampledPart(ids, logprobs, None if foreign and ids else Finish.STOP)
         if kind != "abort":
-            raise self.garbage(f"the finish reason {shortened(str(kind), 30)!r}")
+            raise self.garbage(f"the finish reason {excerpt(str(kind), 30)!r}")
         return SampledPart(ids, logprobs, None, interrupted=True)
 
     def _check_version(self, server: Server, answer: Any, version: int) -> None:
@@ -269,7 +269,7 @@ def architecture_of(model: PolicyModel) -> str:
 
 def check_served(served: SGLangServer, url: str, max_length: int, dtype: torch.dtype, architecture: str) -> None:
     """Raise a `UserError` that says how to restart a server that does not fit."""
-    theirs = [shortened(str(one), 40) for one in served.model.get("architectures") or []]
+    theirs = [excerpt(str(one), 40) for one in served.model.get("architectures") or []]
     if architecture and theirs and architecture not in theirs:
         raise UserError(
             f"the SGLang server {url} serves another model ({theirs[0]}, and the policy is a {architecture}): start "
@@ -282,7 +282,7 @@ def check_served(served: SGLangServer, url: str, max_length: int, dtype: torch.d
             f"accepts less), or set model.max_length = {served.max_prompt - 1}"
         )
     name = str(dtype).removeprefix("torch.")
-    if (other := shortened(str(served.info.get("dtype")), 40)) != name:
+    if (other := excerpt(str(served.info.get("dtype")), 40)) != name:
         raise UserError(
             f"the SGLang server {url} has --dtype {other} and engine.dtype is {name}: restart it with --dtype {name}, "
             "or change engine.dtype"

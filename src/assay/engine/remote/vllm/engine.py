@@ -20,7 +20,7 @@ from torch import Tensor
 
 from assay.config import VLLMConfig
 from assay.engine.base import Capabilities, EngineOptions, WeightSource
-from assay.engine.remote.http import Server, ServerError, ServerUnreachable, shortened
+from assay.engine.remote.http import Server, ServerError, ServerUnreachable
 from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.scoring import prompt_body, prompt_scores
@@ -31,7 +31,7 @@ from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of
-from assay.types import Finish, UserError
+from assay.types import Finish, UserError, excerpt
 
 COMPLETIONS = "/v1/completions"
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
@@ -94,13 +94,13 @@ class VLLMEngine(PausableEngine):
 
     def _served_model(self, server: Server) -> ServedModel:
         listed = self.call(server, "GET", "/v1/models", timeout_s=30)
-        with self.reading(f"{shortened(str(listed), 80)!r} instead of a list of models"):
+        with self.reading(f"{excerpt(str(listed), 80)!r} instead of a list of models"):
             models = {
                 encodable(one["id"]): int(one["max_model_len"]) for one in listed["data"] if not one.get("parent")
             }
             name = self.settings.model or next(iter(models))
         if name not in models:
-            raise UserError(f"{server.url} serves {shortened(', '.join(models))}: set vllm.model to one of them")
+            raise UserError(f"{server.url} serves {excerpt(', '.join(models))}: set vllm.model to one of them")
         try:
             info = self.call(server, "GET", "/server_info?config_format=json", timeout_s=120)
         except ServerUnreachable:
@@ -174,7 +174,7 @@ class VLLMEngine(PausableEngine):
             ids, logprobs = choice["token_ids"] or [], (choice["logprobs"] or {}).get("token_logprobs") or []
             reason = str(choice["finish_reason"])
         if reason not in FINISH and reason != "abort":
-            raise self.garbage(f"the finish reason {shortened(reason, 30)!r}")
+            raise self.garbage(f"the finish reason {excerpt(reason, 30)!r}")
         return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
 
     async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
@@ -284,13 +284,13 @@ def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dt
             f"the vLLM server {url} serves {served.max_length} tokens per sequence and the run needs {max_length}: "
             f"restart it with --max-model-len {max_length}, or set model.max_length = {served.max_length}"
         )
-    if (mode := shortened(str(served.setting("model_config", "logprobs_mode")), 40)) != "processed_logprobs":
+    if (mode := excerpt(str(served.setting("model_config", "logprobs_mode")), 40)) != "processed_logprobs":
         raise UserError(
             f"the vLLM server {url} has --logprobs-mode {mode}, which is before the temperature: restart it with "
             "--logprobs-mode processed_logprobs"
         )
     name = str(dtype).removeprefix("torch.")
-    other = shortened(str(served.setting("model_config", "dtype")), 40).removeprefix("torch.")
+    other = excerpt(str(served.setting("model_config", "dtype")), 40).removeprefix("torch.")
     if other != name:
         raise UserError(
             f"the vLLM server {url} computes in {other} and engine.dtype is {name}: set engine.dtype to {other}, or "
