@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import sqlite3
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -60,16 +58,14 @@ def test_all_rollouts_are_indexed(tmp_path: Path) -> None:
     path = standard_run(tmp_path)
     index = updated(path)
     assert indexed(index) == STANDARD
-    assert index.progress == {"done": 5, "total": 5} and index.complete.is_set()
-    (second,) = (file for file in index.files.values() if file.name == "rollouts/step-000002.jsonl")
+    assert index.progress == {"done": 5, "total": 5}
+    second = index.files["rollouts/step-000002.jsonl"]
     assert second.rows["sample"].tolist() == [0, 1] and second.prompts == [("p1", "what is p1?")]
     lines = (path / second.name).read_bytes().splitlines(keepends=True)
     assert second.rows["start"].tolist() == [0, len(lines[0])]
     assert second.rows["length"].tolist() == [json.loads(line)["length"] for line in lines]
-    assert index.store.texts(second.id) == fold("Second Try 0\n") + b"\0" + fold("Second Try 1\n") + b"\0"
-    assert index.store.previews([(second.id, 0, 12), (second.id, 12, 24), (99, 0, 1)]) == [
-        *("Second Try 0", "Second Try 1", "")
-    ]
+    assert index.store.texts(second) == fold("Second Try 0\n") + b"\0" + fold("Second Try 1\n") + b"\0"
+    assert second.previews == ["Second Try 0", "Second Try 1"]
 
 
 def test_only_new_and_changed_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +73,7 @@ def test_only_new_and_changed_files_are_read(tmp_path: Path, monkeypatch: pytest
     updated(path)
     read: list[str] = []
     original = index_module.read_file
-    monkeypatch.setattr(
-        index_module, "read_file", lambda folder, name, pause: read.append(name) or original(folder, name)
-    )
+    monkeypatch.setattr(index_module, "read_file", lambda *args: read.append(args[1]) or original(*args))
     index = updated(path)
     assert read == [] and indexed(index) == STANDARD
     write_rollouts(path, 4, [group_of("p3", ["error"])])
@@ -99,8 +93,7 @@ def test_deleted_rollouts_disappear(tmp_path: Path) -> None:
     rollouts.truncate_after(path, 0)
     index.update()
     assert list(indexed(index)) == ["evals/step-000000-before-test.jsonl"]
-    with sqlite3.connect(index.store.path) as connection:
-        assert connection.execute("SELECT count(*) FROM texts").fetchone() == (1,)
+    assert len(list(index.store.folder.rglob("*.zip"))) == 1
 
 
 def test_a_limited_update_continues_where_it_stopped(tmp_path: Path) -> None:
@@ -111,76 +104,73 @@ def test_a_limited_update_continues_where_it_stopped(tmp_path: Path) -> None:
     assert progress == [1, 2, 3, 4] and indexed(index) == STANDARD
 
 
-@pytest.mark.parametrize("damage", ["garbage", "truncated", "other version", "no table", "bad blob", "bad prompts"])
-def test_a_damaged_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
-    path = standard_run(tmp_path)
-    database = updated(path).store.path
-    if damage == "garbage":
-        database.write_bytes(b"no database" * 1000)
-    elif damage == "truncated":
-        database.write_bytes(database.read_bytes()[:5000])
-    else:
-        statement = {
-            "other version": "PRAGMA user_version = 99",
-            "no table": "DROP TABLE files",
-            "bad blob": "UPDATE files SET rows = x'010203'",
-            "bad prompts": "UPDATE files SET prompts = '[]'",
-        }[damage]
-        with sqlite3.connect(database) as connection:
-            connection.execute(statement)
-    index = updated(path)
-    assert indexed(index) == STANDARD and index.problem is None
+def changed_byte(path: Path, part: bytes) -> None:
+    """Change one bit of a member of a ZIP file."""
+    content = bytearray(path.read_bytes())
+    content[content.index(part) + len(part) + 3] ^= 128
+    path.write_bytes(content)
 
 
-@pytest.mark.parametrize("column", ["rows", "prompts", "stamp", "problems"])
-def test_changed_values_in_the_index_are_found_and_read_again(tmp_path: Path, column: str) -> None:
+@pytest.mark.parametrize("damage", ["garbage", "truncated", "deleted", "facts", "rows"])
+def test_damaged_files_of_the_index_are_replaced(tmp_path: Path, damage: str) -> None:
     """Otherwise the page would show other rewards than the run has."""
     path = standard_run(tmp_path)
     index = updated(path)
-    before = {file.name: file.rows.tobytes() for file in index.files.values()}
-    with closing(sqlite3.connect(index.store.path, isolation_level=None)) as connection:
-        (value,) = connection.execute(f"SELECT CAST({column} AS BLOB) FROM files ORDER BY id").fetchone()
-        changed = bytes([value[0] ^ 128]) + value[1:]
-        kind = "BLOB" if column == "rows" else "TEXT"
-        connection.execute(f"UPDATE files SET {column} = CAST(? AS {kind}) WHERE id = 1", (changed,))
+    rows = {name: file.rows.tobytes() for name, file in index.files.items()}
+    file = index.store.path("rollouts/step-000001.jsonl")
+    if damage == "garbage":
+        file.write_bytes(b"no index" * 1000)
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:500])
+    elif damage == "deleted":
+        file.unlink()
+    else:
+        changed_byte(file, damage.encode())
     again = updated(path)
-    assert {file.name: file.rows.tobytes() for file in again.files.values()} == before and again.problem is None
+    assert {name: file.rows.tobytes() for name, file in again.files.items()} == rows and again.problem is None
+    index.update()
+    assert index.files.keys() == again.files.keys() and file.is_file()
 
 
 def test_texts_that_cannot_be_read_are_indexed_again(tmp_path: Path) -> None:
     index = updated(standard_run(tmp_path))
-    with closing(sqlite3.connect(index.store.path, isolation_level=None)) as connection:
-        connection.execute("DROP TABLE texts")
-    assert index.store.texts(min(index.files)) == b""
-    while index.update():
-        pass
-    assert index.store.texts(min(index.files)) and index.problem is None
+    file = index.files["rollouts/step-000001.jsonl"]
+    changed_byte(index.store.path(file.name), b"texts")
+    assert index.store.texts(file) == b""
+    assert not index.update() and index.store.texts(file) and index.problem is None
 
 
-def test_an_index_that_is_a_folder_is_not_used(tmp_path: Path) -> None:
+def test_an_index_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = standard_run(tmp_path)
-    store = Store.of(path).path
-    store.mkdir()
-    assert indexed(updated(path)) == STANDARD and not any(store.iterdir())
+    old = updated(path).store.folder
+    monkeypatch.setattr(index_module, "VERSION", 99)
+    assert updated(path).store.folder != old and indexed(updated(path)) == STANDARD
+
+
+def test_an_index_that_is_not_a_folder_is_not_used(tmp_path: Path) -> None:
+    path = standard_run(tmp_path)
+    folder = Store(path).folder
+    folder.rmdir()
+    folder.touch()
+    assert indexed(updated(path)) == STANDARD and folder.stat().st_size == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change the owner of a folder")
 def test_the_cache_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
     os.chown(cache_folder(), 12345, -1)
-    assert not Store.of(tmp_path).path.is_relative_to(os.environ["XDG_CACHE_HOME"])
+    assert not Store(tmp_path).folder.is_relative_to(os.environ["XDG_CACHE_HOME"])
 
 
-def test_a_locked_index_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = standard_run(tmp_path)
     index = updated(path)
-    monkeypatch.setattr(Store, "_open", lambda self: sqlite3.connect(self.path, timeout=0.01, isolation_level=None))
-    with sqlite3.connect(index.store.path, isolation_level=None) as other:
-        other.execute("BEGIN IMMEDIATE")
-        write_rollouts(path, 4, [group_of("p3", ["error"])])
-        assert not index.update() and "locked" in (index.problem or "")
-        other.execute("ROLLBACK")
+    blocked = index.store.path("skipped/step-000004.jsonl").parent
+    blocked.touch()
+    write_rollouts(path, 4, [group_of("p3", ["error"])], "skipped")
+    assert not index.update() and str(index.store.folder) in (index.problem or "")
+    blocked.unlink()
     assert not index.update() and index.problem is None
-    assert "rollouts/step-000004.jsonl" in indexed(index)
+    assert "skipped/step-000004.jsonl" in indexed(index)
 
 
 def test_two_processes_may_index_the_same_run(tmp_path: Path) -> None:
@@ -203,19 +193,17 @@ def test_without_a_writable_cache_folder_a_temporary_one_is_used(
     blocked.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     index = updated(standard_run(tmp_path / "runs"))
-    assert indexed(index) == STANDARD and not index.store.path.is_relative_to(tmp_path)
+    assert indexed(index) == STANDARD and not index.store.folder.is_relative_to(tmp_path)
 
 
 def test_the_cache_folder_is_private_and_forgets_old_indexes(cache: Path) -> None:
     folder = cache_folder()
     assert folder == cache / "assay" / "view" and folder.stat().st_mode & 0o077 == 0
     for name, days in (("old", 90), ("new", 1)):
-        for suffix in (".sqlite", ".sqlite-wal"):
-            file = folder / f"{name}{suffix}"
-            file.touch()
-            os.utime(file, (file.stat().st_mtime - days * 86400,) * 2)
+        (folder / name / "rollouts").mkdir(parents=True)
+        os.utime(folder / name, ((folder / name).stat().st_mtime - days * 86400,) * 2)
     delete_unused(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["new.sqlite", "new.sqlite-wal"]
+    assert [path.name for path in folder.iterdir()] == ["new"]
 
 
 def test_hostile_texts_are_stored_as_they_are(tmp_path: Path) -> None:
@@ -224,7 +212,7 @@ def test_hostile_texts_are_stored_as_they_are(tmp_path: Path) -> None:
     write_rollouts(path, 1, [Group(prompt, [answer(prompt, n, text) for n, text in enumerate(HOSTILE)])])
     (file,) = updated(path).files.values()
     assert len(file.rows) == len(HOSTILE) and file.problems == []
-    texts = updated(path).store.texts(file.id).split(b"\0")
+    texts = updated(path).store.texts(file).split(b"\0")
     assert texts[0] == b"<script>alert(1)</script>\n" and texts[3] == b"nul   and \x1b[31m escape\n"
     assert texts[4] == b"lone ? surrogate\n"
     assert texts[8].decode() == "日本語 äöü ss i̇ fi 👩‍👩‍👧\n"
@@ -241,7 +229,7 @@ def test_damaged_lines_do_not_hide_the_others(tmp_path: Path) -> None:
     lines[1] = lines[1][:50]
     lines[3] = "[1, 2]"
     file.write_text("\n".join(lines)[:-40])  # the last line is half-written
-    content = read_file(RunFolder(path), "rollouts/step-000001.jsonl")
+    content, _ = read_file(RunFolder(path), "rollouts/step-000001.jsonl")
     assert content.rows["index"].tolist() == [0, 2, 4]  # line numbers, which belong to the arrays
     name = "rollouts/step-000001.jsonl"
     assert content.problems == [
@@ -261,7 +249,7 @@ def test_values_of_unexpected_types_do_not_raise(tmp_path: Path) -> None:
         {**good, "prompt_id": {"a": 1}, "length": 1.5, "finish": {}, "truncated": "yes", "reward": True},
     ]
     (path / "rollouts" / "step-000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
-    content = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
+    content, _ = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
     assert len(content.rows) == 4 and not content.rows["status"][:3].any()
     assert np.isnan(content.rows["reward"]).tolist() == [True, True, False, True] and content.rows["turns"].tolist()[
         :2
@@ -272,7 +260,7 @@ def test_files_of_a_newer_version_are_shown_with_a_warning(tmp_path: Path) -> No
     path = standard_run(tmp_path)
     file = path / "rollouts" / "step-000002.jsonl"
     file.write_text(file.read_text().replace('"schema": 2', '"schema": 9'))
-    content = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
+    content, _ = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
     assert len(content.rows) == 2 and "schema version 9, newer than" in content.problems[0]
 
 
@@ -346,7 +334,7 @@ def test_links_and_foreign_files_are_not_indexed(tmp_path: Path) -> None:
     index = updated(path)
     empty = {"rollouts/step-000009.jsonl": [], "evals/step-000004-eval-test.jsonl": []}
     assert indexed(index) == STANDARD | empty
-    assert not any(b"secret" in index.store.texts(number) for number in index.files)
+    assert not any(b"secret" in index.store.texts(file) for file in index.files.values())
 
 
 def test_a_folder_that_leads_out_of_the_run_is_empty(tmp_path: Path) -> None:
@@ -373,11 +361,3 @@ def test_names_of_files() -> None:
 
 def test_statuses_fit_their_type() -> None:
     assert len(STATUSES) == len(Status) + 1 < 256 and ROW["status"] == np.uint8
-
-
-def test_answers_that_are_all_empty_have_empty_previews(tmp_path: Path) -> None:
-    path, prompt = make_run(tmp_path), prompt_of("p")
-    write_rollouts(path, 1, [Group(prompt, [answer(prompt, 0, ""), answer(prompt, 1, "")])])
-    index = updated(path)
-    (number,) = index.files
-    assert index.store.previews([(number, 0, 0), (number, 0, 0)]) == ["", ""]

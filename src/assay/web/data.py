@@ -22,6 +22,7 @@ import numpy as np
 from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.folder import diagnose_files
+from assay.runs.files import json_object
 from assay.types import describe_error
 from assay.web.activity import activity
 from assay.web.folder import MAX_DEPTH, RunFolder, is_deeper, stamp_of
@@ -34,7 +35,7 @@ from assay.web.index import (
     IndexedFile,
     Place,
     RunIndex,
-    parsed_line,
+    file_name,
     place_of,
     read_arrays,
     read_file,
@@ -178,9 +179,10 @@ class RunView:
         }
 
     def _listed_evaluation(self, place: Place) -> dict[str, Any]:
-        if place.source in self.table.sources:
-            return self.evaluation_facts(self.table.files[self.table.sources[place.source]])
-        return {**_names(place), "count": None, "correct": None}  # not indexed yet
+        number = self.table.numbers.get(file_name(place.source, place.step))
+        if number is None:  # not indexed yet
+            return {**_names(place), "count": None, "correct": None}
+        return self.evaluation_facts(self.table.files[number])
 
     def evaluation_facts(self, file: IndexedFile) -> dict[str, Any]:
         statuses = file.rows["status"]
@@ -266,18 +268,18 @@ class RunView:
         """One page of a list of rollouts, and the number of all by status."""
         table = self.current_table()
         numbers, statuses, searched = self._selected(table, wanted, sort, descending)
-        page = numbers[offset : offset + limit].tolist()
-        previews = self.index.store.previews([table.preview_place(number) for number in page])
-        rows = [table.row(number, preview) for number, preview in zip(page, previews, strict=True)]
+        rows = [table.row(number) for number in numbers[offset : offset + limit].tolist()]
         return {"total": len(numbers), "rows": rows, "statuses": statuses, "searched": searched}
 
     def _selected(
         self, table: RolloutTable, wanted: RolloutFilter, sort: str, descending: bool
     ) -> tuple[np.ndarray, dict[str, int], dict[str, int] | None]:
         """Numbers of the rows of a list in its order, counts by status, and how far the search is."""
-        if wanted.source not in (TRAIN, SKIPPED, ALL_EVALUATIONS) and wanted.source not in table.sources:
-            self._check_source(wanted.source)
-            return np.empty(0, np.int64), {}, None
+        name = file_name(wanted.source, 0)
+        if wanted.source not in (TRAIN, SKIPPED, ALL_EVALUATIONS) and name not in table.numbers:
+            if name not in self.index.names:
+                raise ViewError(f"there is no evaluation {wanted.source!r}")
+            return np.empty(0, np.int64), {}, None  # not indexed yet
         found, searched = None, None
         if wanted.search:
             found, searched = self.search.find(table, wanted.search)
@@ -305,11 +307,6 @@ class RunView:
         total = len(numbers)
         return {"position": position, "total": total, "previous": previous, "next": following, "searched": searched}
 
-    def _check_source(self, source: str) -> None:
-        """Raise if there is no such evaluation; it may only be not indexed yet."""
-        if not any(place and place.source == source for place in map(place_of, self.index.names)):
-            raise ViewError(f"there is no evaluation {source!r}")
-
     def prompts(
         self,
         evaluations: bool = False,
@@ -326,11 +323,10 @@ class RunView:
         """One rollout with its tokens."""
         file = self._file(source, step)
         line = self.line(file, index)
-        position = int(np.searchsorted(file.rows["index"], index))
         tokens, tokens_problem, context_texts = self._token_table(file, index, line)
         return {
             **line,
-            **self._position(file, position),
+            **self._position(file, index),
             "turns": turns_of(line, context_texts),
             "tokens": tokens,
             "tokens_problem": tokens_problem,
@@ -342,17 +338,17 @@ class RunView:
     def group(self, source: str, step: int, group: int) -> dict[str, Any]:
         """All answers to one prompt of a step."""
         file = self._file(source, step)
-        positions = np.flatnonzero(file.rows["group"] == group).tolist()
-        if not positions:
+        indices = file.rows["index"][file.rows["group"] == group].tolist()
+        if not indices:
             raise ViewError(f"step {step} has no group {group}")
-        lines = [self.line(file, int(file.rows["index"][position])) for position in positions]
+        lines = [self.line(file, index) for index in indices]
         rollouts = [
             {
                 **{name: line.get(name) for name in ANSWER_FIELDS},
-                **self._position(file, at),
+                **self._position(file, index),
                 "turns": turns_of(line, None),
             }
-            for at, line in zip(positions, lines, strict=True)
+            for index, line in zip(indices, lines, strict=True)
         ]
         groups = np.unique(file.rows["group"]).tolist()
         at = groups.index(group)
@@ -368,53 +364,45 @@ class RunView:
             "problems": file.problems,
         }
 
-    def _position(self, file: IndexedFile, position: int) -> dict[str, Any]:
+    def _position(self, file: IndexedFile, index: int) -> dict[str, Any]:
         """Where a rollout is, and facts that are not in its line."""
-        row, table = file.rows[position], self.table
-        number = table.file_number.get(file.id)
-        changed = None if number is None else CHANGES.get(int(table.changed[table.first[number] + position]))
+        number = self.table.number_of(file.place.source, file.place.step, index)
         return {
             "source": file.place.source,
             "step": file.place.step,
-            "index": int(row["index"]),
-            "status": STATUSES[row["status"]] or None,
-            "changed": changed,
+            "index": index,
+            "status": STATUSES[file.rows["status"][file.position(index)]] or None,
+            "changed": None if number is None else CHANGES.get(int(self.table.changed[number])),
         }
 
     def evaluation(self, name: str) -> IndexedFile:
         """The file of an evaluation."""
-        table = self.current_table()
-        if name in table.sources:
-            return table.files[table.sources[name]]
-        return self._read_now(f"{FOLDERS['eval']}/{name}.jsonl")
+        return self._named(file_name(name, 0))
 
     def _file(self, source: str, step: int) -> IndexedFile:
-        if source not in (TRAIN, SKIPPED):
-            file = self.evaluation(source)
-            if file.place.step != step:
-                raise ViewError(f"{source} is an evaluation of step {file.place.step}, not {step}")
-            return file
-        name = f"{FOLDERS[source]}/step-{step:06d}.jsonl"
-        known = {file.name: file for file in self.current_table().files}
-        return known[name] if name in known else self._read_now(name)
+        file = self._named(file_name(source, step))
+        if file.place.step != step:
+            raise ViewError(f"{source} is an evaluation of step {file.place.step}, not {step}")
+        return file
 
-    def _read_now(self, name: str) -> IndexedFile:
-        """A file that is not indexed yet."""
+    def _named(self, name: str) -> IndexedFile:
+        """A rollout file, which may not be indexed yet."""
+        table = self.current_table()
+        if name in table.numbers:
+            return table.files[table.numbers[name]]
         stamp = stamp_of(self.folder.root / name)
         if place_of(name) is None or stamp is None:
             raise ViewError(f"there is no {name.removesuffix('.jsonl')}")
-        content = read_file(self.folder, name)
-        return IndexedFile(-1, name, repr(stamp), content.rows, content.prompts, content.problems)
+        return read_file(self.folder, name, repr(stamp))[0]
 
     def line(self, file: IndexedFile, index: int) -> dict[str, Any]:
         """One line of a rollout file. Numbers that are not finite are None."""
-        position = int(np.searchsorted(file.rows["index"], index))
-        if position >= len(file.rows) or file.rows["index"][position] != index:
+        position = file.position(index)
+        if position is None:
             raise ViewError(f"{file.name} has no rollout {index}, or its line cannot be read")
-        row = file.rows[position]
         with self.folder.open(file.name) as opened:
-            opened.seek(int(row["start"]))
-            value = parsed_line(opened.read(int(row["size"])))
+            opened.seek(int(file.rows["start"][position]))
+            value = json_object(opened.read(int(file.rows["size"][position])))
         if value is None or is_deeper(value, MAX_DEPTH):
             raise ViewError(f"line {index + 1} of {file.name} cannot be read, or has changed: load the page again")
         return cleaned(value)

@@ -12,6 +12,7 @@ import stat
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from assay.runs.diagnose.history import FIRST
 from assay.runs.directory import is_locked, state_of
 from assay.runs.facts import RunParts, facts_of
-from assay.runs.files import from_json
+from assay.runs.files import from_json, json_lines
 from assay.types import describe_error, hide_credentials
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
@@ -298,23 +299,19 @@ class MetricsFile:
         self._points = {}
         self.problems = list(self.problems)  # others may still use the old ones
         self.incomplete = False
-        while line := file.readline(MAX_LINE):
-            size, end = len(line), line
-            while len(end) == MAX_LINE and not end.endswith(b"\n"):  # skip the rest of a line that is too long
-                end = file.readline(MAX_LINE)
-                size += len(end)
-            if not end.endswith(b"\n"):
+        for line in json_lines(file, MAX_LINE, _DECODE):
+            if not line.is_complete:
                 self.incomplete = True
                 break
-            self.size += size
-            self._tail = end[-256:]
+            self.size += line.size
+            self._tail = line.content[-256:]
             self._lines += 1
-            if size > len(line):
+            if line.size > len(line.content):
                 self._add_problem(f"longer than {MAX_LINE >> 20} MiB")
-            elif (row := _metrics_row(line)) is None:
+            elif line.value is None or type(line.value.get("step")) is not int:
                 self._add_problem("not a line of metrics")
             else:
-                self._add(row)
+                self._add(line.value)
         self._extend_columns()
 
     def _add_problem(self, problem: str) -> None:
@@ -384,15 +381,7 @@ def _exact_integer(text: str) -> int | None:
     return value if abs(value) <= LARGEST else None
 
 
-_DECODER = json.JSONDecoder(parse_int=_exact_integer)
-
-
-def _metrics_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = _DECODER.decode(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+_DECODE = partial(json.loads, parse_int=_exact_integer)
 
 
 def as_integers(values: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from assay.web.activity import activity
-from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, fold
+from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, file_name, fold
 
 OK = STATUSES.index("ok")
 ALL_EVALUATIONS = "eval"  # as a source
@@ -31,6 +31,7 @@ SEARCH_S = 0.11  # for one search; the next request with the same text continues
 CACHED_SEARCHES = 16
 CACHED_TEXT = 512 * 2**20  # bytes of texts that are kept in memory
 QUESTION = 200  # characters that are shown in lists
+Key = tuple[str, str]  # of a file
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ class RolloutTable:
         self.rows = np.concatenate([file.rows for file in self.files]) if self.files else np.empty(0, ROW)
         self.file = np.repeat(np.arange(len(self.files)), counts)  # of each row
         self.step = np.repeat(np.array([file.place.step for file in self.files], np.int64), counts)
-        self.file_number = {file.id: number for number, file in enumerate(self.files)}
-        self.sources = {file.place.source: number for number, file in enumerate(self.files) if file.place.label}
+        self.numbers = {file.name: number for number, file in enumerate(self.files)}
         self._number_prompts(counts)
         self._compare_with_previous(counts)
 
@@ -138,20 +138,17 @@ class RolloutTable:
             begin = bisect_left(kinds, _RANK[source], key=_RANK.__getitem__)
             end = bisect_right(kinds, _RANK[source], key=_RANK.__getitem__)
         else:
-            begin, end = self.sources[source], self.sources[source] + 1
+            begin = self.numbers[file_name(source, 0)]
+            end = begin + 1
         return slice(int(self.first[begin]), int(self.first[end]))
 
     def number_of(self, source: str, step: int, index: int) -> int | None:
         """The number of a row; None if there is none."""
-        file = next(
-            (n for n, one in enumerate(self.files) if one.place.source == source and one.place.step == step), None
-        )
-        if file is None:
+        file = self.numbers.get(file_name(source, step))
+        if file is None or self.files[file].place.step != step:
             return None
-        indices = self.files[file].rows["index"]
-        position = int(np.searchsorted(indices, index))
-        there = position < len(indices) and indices[position] == index
-        return int(self.first[file]) + position if there else None
+        position = self.files[file].position(index)
+        return None if position is None else int(self.first[file]) + position
 
     def place_of_row(self, number: int) -> dict[str, Any]:
         place = self.files[self.file[number]].place
@@ -197,18 +194,16 @@ class RolloutTable:
         values = self.rows[sort][numbers].astype(float)
         return numbers[np.argsort(-values if descending else values, kind="stable")]
 
-    def row(self, number: int, preview: str) -> dict[str, Any]:
-        row, file = self.rows[number], self.files[self.file[number]]
+    def row(self, number: int) -> dict[str, Any]:
+        row, file = self.rows[number], self.file[number]
         prompt = int(self.prompt[number])
         return {
-            "source": file.place.source,
-            "step": file.place.step,
-            "index": int(row["index"]),
+            **self.place_of_row(number),
             "group": int(row["group"]),
             "sample": int(row["sample"]),
             "prompt_id": self.prompt_ids[prompt],
             "prompt_preview": self.questions[prompt][:QUESTION],
-            "preview": preview,
+            "preview": self.files[file].previews[number - self.first[file]],
             "status": STATUSES[row["status"]] or None,
             "reward": _number(row["reward"]),
             "advantage": _number(row["advantage"]),
@@ -219,13 +214,6 @@ class RolloutTable:
             "turns": int(row["turns"]),
             "changed": CHANGES.get(int(self.changed[number])),
         }
-
-    def preview_place(self, number: int) -> tuple[int, int, int]:
-        """File, first byte and end of a row's preview."""
-        file = self.file[number]
-        is_first = number == self.first[file]
-        start = 0 if is_first else int(self.rows["preview_end"][number - 1])
-        return self.files[file].id, start, int(self.rows["preview_end"][number])
 
     # Prompts
 
@@ -291,13 +279,13 @@ def _number(value: Any) -> float | None:
 class TextSearch:
     """Searches the texts of answers, for a limited time per request. Results are kept, and continued later."""
 
-    def __init__(self, texts: Callable[[int], bytes]) -> None:
-        """`texts(id)`: the texts of a file."""
+    def __init__(self, texts: Callable[[IndexedFile], bytes]) -> None:
+        """`texts(file)`: the texts of a file."""
         self._read = texts
         self._lock = threading.Lock()
-        self._cached: OrderedDict[int, tuple[bytes, list[int]]] = OrderedDict()
+        self._cached: OrderedDict[Key, tuple[bytes, list[int]]] = OrderedDict()
         self._cached_bytes = 0
-        self._searches: OrderedDict[bytes, dict[int, np.ndarray]] = OrderedDict()
+        self._searches: OrderedDict[bytes, dict[Key, np.ndarray]] = OrderedDict()
 
     def find(self, table: RolloutTable, text: str, seconds: float = SEARCH_S) -> tuple[np.ndarray, dict[str, int]]:
         """Whether each row has the text, in its answer or question; and how many files were searched so far."""
@@ -312,12 +300,12 @@ class TextSearch:
         done = fresh = 0
         for number in reversed(range(len(table.files))):  # the newest steps first
             file = table.files[number]
-            hits = results.get(file.id)
+            hits = results.get(file.key)
             if hits is None:
                 if fresh and time.monotonic() > deadline:
                     continue
                 fresh += 1
-                hits = results[file.id] = self._search(file, folded)
+                hits = results[file.key] = self._search(file, folded)
             done += 1
             found[table.first[number] + hits] = True
         return found, {"done": done, "total": len(table.files)}
@@ -335,15 +323,15 @@ class TextSearch:
 
     def _texts(self, file: IndexedFile) -> tuple[bytes, list[int]]:
         with self._lock:
-            if file.id in self._cached:
-                self._cached.move_to_end(file.id)
-                return self._cached[file.id]
-        texts, ends = self._read(file.id), file.rows["text_end"].tolist()
+            if file.key in self._cached:
+                self._cached.move_to_end(file.key)
+                return self._cached[file.key]
+        texts, ends = self._read(file), file.rows["text_end"].tolist()
         if not ends or len(texts) != ends[-1]:
             return b"", ends  # deleted in the meantime
         with self._lock:
-            if file.id not in self._cached:
-                self._cached[file.id] = texts, ends
+            if file.key not in self._cached:
+                self._cached[file.key] = texts, ends
                 self._cached_bytes += len(texts)
             while self._cached_bytes > CACHED_TEXT and len(self._cached) > 1:
                 self._cached_bytes -= len(self._cached.popitem(last=False)[1][0])
