@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import _along, _lines, _points, _smooth, _splits, draw_curves, make_trackers, shown_panels
+from assay.runs.curves import _along, _legend_of, _lines, _points, _smooth, draw_curves, make_trackers, shown_panels
 from assay.runs.directory import read_metrics
 from assay.types import UserError
 
@@ -125,9 +125,9 @@ def test_smoothing_keeps_a_straight_line() -> None:
 
 def test_the_legend_names_the_splits(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "named", '[eval]\nsplit = "validation"\nfinal_split = "test"\n')
-    assert _splits(run.path) == (" (validation)", " (test)")
-    assert _splits(Run.create(tmp_path, "unnamed", "").path) == ("", "")
-    assert _splits(tmp_path) == ("", "")
+    labels = _legend_of(run.path)
+    assert "(validation)" in labels["eval"] and "(test)" in labels["before"] and "(test)" in labels["start"]
+    assert not any("(" in label for label in _legend_of(tmp_path).values())
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ def test_comparisons_over_http(full: TestClient) -> None:
     "path",
     [
         *("rollouts?sort=other", "rollouts?order=up", "rollouts?limit=501", "rollouts?offset=-1", "rollouts?step=x"),
-        *("rollouts?min_reward=nan", "rollouts?max_length=x", "rollouts?truncated=yes", "rollouts?changed=1"),
+        *("rollouts?min_reward=nan", "rollouts?max_length=x", "rollouts?truncated=x", "rollouts?changed=1"),
         *("rollouts?search=%00", "prompts?sort=step", "prompts?source=other", "compare?a=x", "compare?a=x&b=y&show=z"),
     ],
 )

@@ -32,8 +32,12 @@ _DISK_ERRORS = {  # cause and remedy
 }
 
 
-def to_json(value: Any) -> Any:
-    """Convert a value to types of JSON. Non-finite numbers become strings, and so do objects of other types."""
+def _name_of(value: float) -> str:
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def to_json(value: Any, non_finite: Callable[[float], Any] = _name_of) -> Any:
+    """Convert a value to types of JSON. Objects of other types become strings; non-finite numbers too, by default."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -41,20 +45,16 @@ def to_json(value: Any) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _name_of(value)
+        return float(value) if math.isfinite(value) else non_finite(value)
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {str(key): to_json(item, non_finite) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
+        return [to_json(item, non_finite) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((to_json(item) for item in value), key=str)
+        return sorted((to_json(item, non_finite) for item in value), key=str)
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays, without importing either
-        return to_json(value.tolist())
+        return to_json(value.tolist(), non_finite)
     return str(value)
-
-
-def _name_of(value: float) -> str:
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def from_json(value: Any) -> Any:

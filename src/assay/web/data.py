@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import asdict
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ import numpy as np
 from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.folder import diagnose_files
-from assay.runs.files import json_object
+from assay.runs.files import json_object, to_json
 from assay.types import describe_error
 from assay.web.activity import activity
-from assay.web.folder import MAX_DEPTH, RunFolder, is_deeper, stamp_of
+from assay.web.folder import MAX_DEPTH, RunFolder, Stamp, is_deeper, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
     FOLDERS,
@@ -45,7 +45,7 @@ from assay.web.table import ALL_EVALUATIONS, CHANGES, OK, RolloutFilter, Rollout
 from assay.web.tokens import RunTokenizer, load_tokens
 
 FACTS = (
-    *("name", "path", "state", "error", "started", "task", "model", "algorithm", "seed", "steps", "steps_planned"),
+    *("path", "state", "error", "started", "task", "model", "algorithm", "seed", "steps", "steps_planned"),
     *("reward", "before", "after", "paired", "wall_s"),
 )
 MAX_PROBLEMS = 20  # that are listed; the others are counted
@@ -89,7 +89,6 @@ class RunView:
         self._waited = False
         self._table_files: Any = None  # those of the table
         self._table_due = 0.0
-        self._arrays: OrderedDict[str, tuple[Any, dict[str, np.ndarray]]] = OrderedDict()
         self._tokens: Future[tuple[RunTokenizer | None, str | None]] | None = None
         self._findings: list[dict[str, Any]] = []
         self._findings_problem: str | None = None
@@ -116,7 +115,6 @@ class RunView:
             self.index.pause()
             start = time.monotonic()
             table = RolloutTable(list(files.values()))
-            table.prepare()
             now = time.monotonic()
             self.table, self._table_files, self._table_due = table, files, now + max(TABLE_PAUSE_S, 10 * (now - start))
         if not more:
@@ -140,8 +138,7 @@ class RunView:
     def facts(self) -> dict[str, Any]:
         """One entry of the list of runs."""
         facts, problems = self.folder.facts()
-        facts["name"] = facts.pop("run")
-        return {"id": self.id, **{key: facts.get(key) for key in FACTS}, "problems": shortened(problems)}
+        return {"id": self.id, **shown_facts(facts), "problems": shortened(problems)}
 
     def detail(self, findings_wait_s: float | None = FINDINGS_WAIT_S) -> dict[str, Any]:
         """`findings_wait_s`: for the doctor; None: until it has finished."""
@@ -153,10 +150,9 @@ class RunView:
         problems += [problem for file in table.files for problem in file.problems]
         places = [place for name in self.index.names if (place := place_of(name)) is not None]
         names = sorted(places, key=lambda place: place.order)
-        facts["name"] = facts.pop("run")
         return {
             "id": self.id,
-            **{key: facts.get(key) for key in FACTS},
+            **shown_facts(facts),
             "config": facts["config"],
             "environment": self.folder.document("environment.json")[0],
             "summary": self.folder.document("summary.json")[0],
@@ -180,14 +176,7 @@ class RunView:
 
     def _listed_evaluation(self, place: Place) -> dict[str, Any]:
         number = self.table.numbers.get(file_name(place.source, place.step))
-        if number is None:  # not indexed yet
-            return {**_names(place), "count": None, "correct": None}
-        return self.evaluation_facts(self.table.files[number])
-
-    def evaluation_facts(self, file: IndexedFile) -> dict[str, Any]:
-        statuses = file.rows["status"]
-        correct = int((statuses == OK).sum())
-        return {**_names(file.place), "count": len(statuses), "correct": correct}
+        return evaluation_facts(place, None if number is None else self.table.files[number])
 
     def findings(self, running: bool, wait_s: float | None) -> tuple[list[dict[str, Any]], str | None]:
         """The doctor's findings, computed in another thread: those known so far, if it takes long."""
@@ -213,16 +202,7 @@ class RunView:
             return
         self._diagnosis_pause = max(FINDINGS_PAUSE_S, 20 * (time.monotonic() - start))
         self._findings_problem = None
-        self._findings = [
-            {
-                "name": cause.name,
-                "evidence": cause.evidence,
-                "remedy": cause.remedy,
-                "severity": cause.severity,
-                "examples": list(cause.examples),
-            }
-            for cause in causes
-        ]
+        self._findings = [asdict(cause) for cause in causes]
 
     def metrics(
         self, names: Sequence[str] = (), x: str = "step", points: int = 1000, since: int | None = None
@@ -445,25 +425,32 @@ class RunView:
         return table, problem, contexts
 
     def _step_arrays(self, file: IndexedFile) -> dict[str, np.ndarray]:
-        """The arrays of a training step. The latest are kept."""
+        """The arrays of a training step."""
         stamp = stamp_of((self.folder.root / file.name).with_suffix(".npz"))
-        with self._lock:
-            known = self._arrays.get(file.name)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        arrays = read_arrays(self.folder, file.name)
+        arrays = step_arrays(self.folder, file.name, stamp)
         lines = int(file.rows["index"][-1]) + 1 if len(file.rows) else 0
         if len(arrays["offsets"]) <= lines:
             raise ValueError("the files do not match")
-        with self._lock:
-            self._arrays[file.name] = stamp, arrays
-            while len(self._arrays) > KEPT_ARRAYS:
-                self._arrays.popitem(last=False)
         return arrays
 
 
-def _names(place: Place) -> dict[str, Any]:
-    return {"name": place.source, "step": place.step, "label": place.label, "split": place.split}
+def shown_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": facts["run"], **{key: facts.get(key) for key in FACTS}}
+
+
+def evaluation_facts(place: Place, file: IndexedFile | None) -> dict[str, Any]:
+    """`file`: None if it is not indexed yet."""
+    return {
+        **{"name": place.source, "step": place.step, "label": place.label, "split": place.split},
+        "count": None if file is None else len(file.rows),
+        "correct": None if file is None else int((file.rows["status"] == OK).sum()),
+    }
+
+
+@lru_cache(KEPT_ARRAYS)
+def step_arrays(folder: RunFolder, name: str, stamp: Stamp | None) -> dict[str, np.ndarray]:
+    """The arrays of a training step. The latest are kept; `stamp` is that of their file."""
+    return read_arrays(folder, name)
 
 
 def curve(xs: np.ndarray, ys: np.ndarray, limit: int) -> dict[str, list[float]]:
@@ -485,16 +472,4 @@ def shortened(problems: Sequence[str]) -> list[str]:
 
 def plain(value: Any) -> Any:
     """The value as JSON can express it: numbers that are not finite are None."""
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if isinstance(value, str):
-        return str(value)
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    return str(value)
+    return to_json(value, non_finite=lambda number: None)

@@ -7,6 +7,7 @@ out of the folder by a symbolic link are refused, and so is everything that is n
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import threading
@@ -29,7 +30,7 @@ MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
 MAX_LINE = 16 * 2**20  # bytes of a line of metrics
 MAX_VALUES = 2_000_000  # of metrics that are kept for curves
 MAX_DAMAGED = 1000  # lines of metrics that are listed as problems
-BATCH = 10_000  # rows that are read before they are moved to the columns
+BATCH = 2_000  # rows that are read before they are moved to the columns
 NUMBERS = {int, float}  # types of the values of metrics
 DIAGNOSED = 10_000  # last training steps that the doctor examines, besides the first ones
 MAX_DEPTH = 100  # of nested lists and dictionaries
@@ -63,7 +64,7 @@ def stamp_of(path: Path) -> Stamp | None:
 def finite_number(value: Any) -> float | None:
     """The value as a number, if it is a finite one; also of "NaN" and the like, which stand for numbers in files."""
     value = from_json(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
         return None
     return value if isinstance(value, float) or abs(value) <= LARGEST else None
 
@@ -237,7 +238,7 @@ class MetricsFile:
         self.problems: list[str] = []
         self._steps: list[dict[str, Any]] = []  # the first and the last training steps
         self._lines = self._rows = 0
-        self._new: dict[tuple[str, ...], list[tuple[float, ...]]] = {}  # by metrics: row number and values
+        self._new: dict[str, list[tuple[int, float]]] = {}  # by metric: row numbers and values
         self._max_values = MAX_VALUES
         self._tail = b""  # the last bytes that were read
         self._points: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
@@ -323,31 +324,23 @@ class MetricsFile:
     def _add(self, row: dict[str, Any]) -> None:
         if "reward/mean" in row:
             self._steps.append(row)
-        if not set(map(type, row.values())) <= NUMBERS:
-            row = {name: value for name, value in row.items() if type(value) in NUMBERS}
-        self._new.setdefault(tuple(row), []).append((self._rows, *row.values()))
+        for name, value in row.items():
+            if type(value) in NUMBERS and abs(value) < math.inf:
+                self._new.setdefault(name, []).append((self._rows, value))
         self._rows += 1
         if self._rows % BATCH == 0:
             self._extend_columns()
 
     def _extend_columns(self) -> None:
         """Move new rows to the columns, and drop what is not needed of earlier ones."""
-        parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-        for names, rows in self._new.items():
-            numbers, *values = np.array(rows, dtype=float).T
-            for name, column in zip(names, values, strict=True):
-                finite = np.isfinite(column)
-                if finite.any():
-                    parts.setdefault(name, []).append((numbers[finite], column[finite]))
-        self._new = {}
-        for name, columns in parts.items():
-            numbers, column = map(np.concatenate, zip(*columns, strict=True))
-            order = np.argsort(numbers)
-            self.last[name] = float(column[order[-1]])
+        for name, pairs in self._new.items():
+            numbers, values = np.array(pairs, dtype=float).T
             before = self.columns.get(name, (np.empty(0), np.empty(0)))
-            self.columns[name] = np.append(before[0], numbers[order]), np.append(before[1], column[order])
-        if "step" in parts:
+            self.columns[name] = np.append(before[0], numbers), np.append(before[1], values)
+            self.last[name] = float(values[-1])
+        if "step" in self._new:
             self.last["step"] = int(self.columns["step"][1].max())
+        self._new = {}
         del self._steps[FIRST:-DIAGNOSED]
         if sum(len(numbers) for numbers, _ in self.columns.values()) > self._max_values:
             self._thin()

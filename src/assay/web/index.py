@@ -64,7 +64,7 @@ _STEP_FILE = re.compile(r"step-(\d{6,9})(?:-(.+))?\.jsonl")
 
 @dataclass(frozen=True, eq=False)
 class IndexedFile:
-    """The rollouts of one step or evaluation."""
+    """The rollouts of one step or evaluation. A file that has changed becomes a new object."""
 
     name: str  # e.g. rollouts/step-000012.jsonl
     stamp: str  # size, time and inode of the file
@@ -72,10 +72,6 @@ class IndexedFile:
     previews: Sequence[str]  # the beginning of each answer
     prompts: Sequence[tuple[str, str]]  # id and question; `prompt` of a row is a position in this list
     problems: Sequence[str]
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.name, self.stamp
 
     def position(self, index: int) -> int | None:
         """The row of a line; None if the line is missing or damaged."""
