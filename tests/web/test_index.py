@@ -13,11 +13,10 @@ import pytest
 from web_parts import HOSTILE, answer, group_of, make_run, prompt_of, standard_run
 
 from assay.runs import rollouts, write_rollouts
-from assay.types import Group, Status
+from assay.types import Group
 from assay.web import index as index_module
 from assay.web.folder import RunFolder
 from assay.web.index import (
-    ROW,
     STATUSES,
     RunIndex,
     Store,
@@ -138,13 +137,7 @@ def test_texts_that_cannot_be_read_are_indexed_again(tmp_path: Path) -> None:
     changed_byte(index.store.path(file.name), b"texts")
     assert index.store.texts(file) == b""
     assert not index.update() and index.store.texts(file) and index.problem is None
-
-
-def test_an_index_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = standard_run(tmp_path)
-    old = updated(path).store.folder
-    monkeypatch.setattr(index_module, "VERSION", 99)
-    assert updated(path).store.folder != old and indexed(updated(path)) == STANDARD
+    assert index.files[file.name] is not file  # so that it is searched again
 
 
 def test_an_index_that_is_not_a_folder_is_not_used(tmp_path: Path) -> None:
@@ -218,14 +211,10 @@ def test_hostile_texts_are_stored_as_they_are(tmp_path: Path) -> None:
     assert texts[8].decode() == "日本語 äöü ss i̇ fi 👩‍👩‍👧\n"
 
 
-def lines_of(path: Path) -> list[str]:
-    return path.read_text().splitlines()
-
-
 def test_damaged_lines_do_not_hide_the_others(tmp_path: Path) -> None:
     path = standard_run(tmp_path)
     file = path / "rollouts" / "step-000001.jsonl"
-    lines = lines_of(file)
+    lines = file.read_text().splitlines()
     lines[1] = lines[1][:50]
     lines[3] = "[1, 2]"
     file.write_text("\n".join(lines)[:-40])  # the last line is half-written
@@ -241,7 +230,7 @@ def test_damaged_lines_do_not_hide_the_others(tmp_path: Path) -> None:
 
 def test_values_of_unexpected_types_do_not_raise(tmp_path: Path) -> None:
     path = standard_run(tmp_path)
-    good = json.loads(lines_of(path / "rollouts" / "step-000002.jsonl")[0])
+    good = json.loads((path / "rollouts" / "step-000002.jsonl").read_text().splitlines()[0])
     odd = [
         {},
         {**good, "verdict": None, "reward": "NaN", "group": "x", "version": 10**30, "turns": 7},
@@ -264,7 +253,7 @@ def test_files_of_a_newer_version_are_shown_with_a_warning(tmp_path: Path) -> No
     assert len(content.rows) == 2 and "schema version 9, newer than" in content.problems[0]
 
 
-def test_arrays_that_cannot_be_shown(tmp_path: Path) -> None:
+def test_arrays_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = standard_run(tmp_path)
     name, file = "rollouts/step-000001.jsonl", path / "rollouts" / "step-000001.npz"
     folder = RunFolder(path)
@@ -283,6 +272,8 @@ def test_arrays_that_cannot_be_shown(tmp_path: Path) -> None:
     file.symlink_to(tmp_path / "outside.npz")
     np.savez(tmp_path / "outside.npz", offsets=np.zeros(7))
     assert "leads out of the run folder" in (arrays_problem(folder, name, 6) or "")
+    monkeypatch.setattr(index_module, "MAX_ARRAYS", 100)
+    assert "more than" in (arrays_problem(folder, "rollouts/step-000002.jsonl", 2) or "")
 
 
 def test_arrays_equal_those_of_numpy(tmp_path: Path) -> None:
@@ -295,31 +286,21 @@ def test_arrays_equal_those_of_numpy(tmp_path: Path) -> None:
             assert array.dtype == arrays[name].dtype
 
 
-@pytest.mark.parametrize("dtype", ["int64", "float32", "float64", "int8", "bool", "uint16"])
-def test_types_of_arrays(dtype: str) -> None:
-    for values in ([], [1], [0, 1, 1]):
-        file = io.BytesIO()
-        np.save(file, np.array(values, dtype))
-        assert parsed_array(file.getvalue()).tolist() == np.array(values, dtype).tolist()
-
-
-def test_other_arrays_are_refused() -> None:
+def test_only_flat_arrays_of_numbers_are_read() -> None:
     for array in (np.array(["text"]), np.array([object()]), np.zeros((2, 2)), np.zeros(3, "c16"), np.zeros(3, ">i4")):
         file = io.BytesIO()
         np.save(file, array)
         with pytest.raises(ValueError):
             parsed_array(file.getvalue())
+    for dtype in ("int64", "float32", "int8", "bool", "uint16"):
+        for values in ([], [1], [0, 1, 1]):
+            np.save(file := io.BytesIO(), np.array(values, dtype))
+            assert parsed_array(file.getvalue()).tolist() == np.array(values, dtype).tolist()
     np.save(file := io.BytesIO(), np.zeros(9))
     content = file.getvalue()
     for damaged in (content[:-1], content[:-8], b"", content.replace(b"(9,)", b"(99,)")):
         with pytest.raises(ValueError):
             parsed_array(damaged)
-
-
-def test_huge_arrays_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = standard_run(tmp_path)
-    monkeypatch.setattr(index_module, "MAX_ARRAYS", 100)
-    assert "more than" in (arrays_problem(RunFolder(path), "rollouts/step-000001.jsonl", 6) or "")
 
 
 def test_links_and_foreign_files_are_not_indexed(tmp_path: Path) -> None:
@@ -335,13 +316,9 @@ def test_links_and_foreign_files_are_not_indexed(tmp_path: Path) -> None:
     empty = {"rollouts/step-000009.jsonl": [], "evals/step-000004-eval-test.jsonl": []}
     assert indexed(index) == STANDARD | empty
     assert not any(b"secret" in index.store.texts(file) for file in index.files.values())
-
-
-def test_a_folder_that_leads_out_of_the_run_is_empty(tmp_path: Path) -> None:
-    other = standard_run(tmp_path / "other")
-    path = make_run(tmp_path / "runs")
-    (path / "rollouts").symlink_to(other / "rollouts")
-    assert indexed(updated(path)) == {}
+    other = make_run(tmp_path / "other")
+    (other / "rollouts").symlink_to(path / "rollouts")
+    assert indexed(updated(other)) == {}
 
 
 def test_names_of_files() -> None:
@@ -350,14 +327,5 @@ def test_names_of_files() -> None:
     assert (place.source, place.step, place.label, place.split) == ("step-000010-eval-my-split", 10, "eval", "my-split")
     step = place_of("rollouts/step-1234567.jsonl")
     assert step is not None and (step.source, step.step) == ("train", 1234567)
-    for name in (
-        "rollouts/step-000001-x.jsonl",
-        "rollouts/step-0000001.jsonl",
-        "rollouts/x.jsonl",
-        "step-000001.jsonl",
-    ):
-        assert place_of(name) is None or place_of(name).source != "train"  # type: ignore[union-attr]
-
-
-def test_statuses_fit_their_type() -> None:
-    assert len(STATUSES) == len(Status) + 1 < 256 and ROW["status"] == np.uint8
+    for name in ("rollouts/step-000001-x.jsonl", "rollouts/step-0000001.jsonl", "rollouts/x.jsonl"):
+        assert place_of(name) is None
