@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from assay.runs.console import FINAL_LABELS, finite, one_line
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.directory import Run, read_metrics
 from assay.runs.files import atomic_write, read_json
 from assay.types import UserError, hide_credentials, missing_extra
@@ -180,23 +181,16 @@ def _along(rows: Sequence[Mapping[str, Any]], x: str) -> list[dict[str, Any]]:
 
 def _title(run_path: Path) -> str:
     """Name of the run, recipe, task and model: from the summary, or from the settings while the run has none."""
-    summary, config = read_json(run_path / "summary.json"), _config(run_path)
+    summary, config = read_json(run_path / "summary.json"), RunFiles(run_path).config()
     known = {"algorithm": ("algo", "recipe"), "task": ("task", "name"), "model": ("model", "source")}
     facts = [str(summary.get(key) or config.get(section, {}).get(name, "")) for key, (section, name) in known.items()]
     facts[-1] = Path(facts[-1]).name
     return "  ·  ".join([run_path.resolve().name, *filter(None, facts)]).replace("$", r"\$")
 
 
-def _config(run_path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads((run_path / "config.toml").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
 def _legend_of(run_path: Path) -> dict[str, str]:
     """Labels of evaluations, with the names of their splits in brackets."""
-    settings = _config(run_path).get("eval", {})
+    settings = RunFiles(run_path).config().get("eval", {})
     periodic, final = (f" ({settings[key]})" if settings.get(key) else "" for key in ("split", "final_split"))
     return {
         "eval": "periodic" + periodic,
