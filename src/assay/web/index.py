@@ -416,8 +416,9 @@ class RunIndex:
         }
         waiting = [name for name in self.names if name not in files]
         for name in waiting:
-            files[name] = self.store.load(name, self.names[name]) or self._read(name)
-            if time.monotonic() > deadline:
+            known = self.store.load(name, self.names[name])
+            files[name] = known or self._read(name)
+            if known is None and time.monotonic() > deadline:
                 break
         if files != self.files:
             self.files = files
