@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "load_average": round(os.getloadavg()[0], 1),  # of all programs on the machine, at the end
             "index_s": round(index_s, 1),
             "index_cpu_s": round(index_cpu_s, 1),
-            "index_mib": round(sum(file.stat().st_size for file in cache.rglob("*.sqlite*")) / 2**20),
+            "index_mib": round(sum(file.stat().st_size for file in cache.rglob("*.zip")) / 2**20),
             "restart_s": round(again_s, 2),  # with the index of the previous start
             "limit_ms": 1000 * LIMIT_S,
             "rows": rows,

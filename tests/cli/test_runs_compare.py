@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,68 +101,34 @@ def test_different_questions_are_said_and_common_ones_compared(
     ]
 
 
-def unfinished(path: Path) -> None:
-    next((path / "evals").iterdir()).unlink()
-
-
-def cut_evaluation(path: Path) -> None:
-    next((path / "evals").iterdir()).write_text('{"group": 0, "verd')
-
-
-def strange_evaluation(path: Path) -> None:
-    next((path / "evals").iterdir()).write_text('{"group": 0, "messages": 5, "prompt_id": null}\n')
-
-
-def list_evaluation(path: Path) -> None:
-    next((path / "evals").iterdir()).write_text("[1]\n")
-
-
-def empty_evaluation(path: Path) -> None:
-    next((path / "evals").iterdir()).write_text("")
-
-
-def cut_metrics(path: Path) -> None:
-    (path / "metrics.jsonl").write_text("{\n")
-
-
-def cut_config(path: Path) -> None:
-    (path / "config.toml").write_text("= 3")
-
-
-def no_metrics(path: Path) -> None:
-    (path / "metrics.jsonl").unlink()
-
-
 @pytest.mark.parametrize(
-    "damage, told",
+    "file, content, told",
     [
-        (unfinished, "two (finished) has no evaluation after training"),
-        (cut_evaluation, "is damaged"),
-        (strange_evaluation, "the final answers cannot be compared"),
-        (list_evaluation, "the final answers cannot be compared"),
-        (empty_evaluation, "is empty"),
-        (cut_metrics, "two: metrics.jsonl: 1 of 1 lines cannot be read"),
-        (cut_config, "two: config.toml is not valid TOML"),
-        (no_metrics, "+10 / -8"),
+        ("evals/*", None, "two (finished) has no evaluation after training"),
+        ("evals/*", '{"group": 0, "verd', "is damaged"),
+        ("evals/*", "[1]\n", "is damaged"),
+        ("evals/*", '{"group": 0, "messages": 5, "prompt_id": null}\n', "the final answers cannot be compared"),
+        ("evals/*", "", "is empty"),
+        ("metrics.jsonl", "{\n", "two: metrics.jsonl: 1 of 1 lines cannot be read"),
+        ("metrics.jsonl", None, "+10 / -8"),
+        ("config.toml", "= 3", "two: config.toml is not valid TOML"),
     ],
 )
-@pytest.mark.parametrize("words", [["one", "two"], ["two", "one"], ["two", "one", "--json"]])
 def test_damaged_and_unfinished_runs_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], told: str, words: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None, told: str
 ) -> None:
     make_run(tmp_path, "one", range(10))
-    damage(make_run(tmp_path, "two", range(8, 20)))
-    assert compare(tmp_path, "compare", *words) == 0
-    out = capsys.readouterr().out
-    if words[-1] == "--json":
-        assert json.loads(out)["runs"][1]["run"] == "one"
-    else:
-        assert told.replace("+10 / -8", "+8 / -10" if words[0] == "two" else told) in out and "one" in out
+    (path,) = make_run(tmp_path, "two", range(8, 20)).glob(file)
+    path.unlink() if content is None else path.write_text(content)
+    assert compare(tmp_path, "compare", "one", "two") == 0
+    assert told in capsys.readouterr().out
+    assert compare(tmp_path, "compare", "two", "one", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["runs"][1]["run"] == "one"
 
 
 def test_a_damaged_config_hides_only_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, "one", range(10))
-    cut_config(make_run(tmp_path, "two", range(8, 20)))
+    (make_run(tmp_path, "two", range(8, 20)) / "config.toml").write_text("= 3")
     make_run(tmp_path, "three", range(10), lr=2e-4)
     assert compare(tmp_path, "compare", "one", "two") == 0
     out = capsys.readouterr().out

@@ -45,7 +45,7 @@ def test_runs_folders_run_folders_and_names(runs: Path) -> None:
         (["a\0b"], "unknown run"),
         (["x" * 5000], "unknown run"),
         (["--dir", "nowhere"], "there is no folder nowhere: give the folder of your runs"),
-        (["--dir", "nowhere", "other"], "there is no folder other, and nowhere has no runs"),
+        (["--dir", "nowhere", "other"], "other, and nowhere has no runs"),
         (["empty"], "`assay train CONFIG` creates one"),
         (["--port", "99999999"], "choose another --host or --port"),
         (["--port", "x"], "--port"),

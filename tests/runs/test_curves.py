@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import _along, _lines, _points, _smooth, _splits, draw_curves, make_trackers, shown_panels
+from assay.runs.curves import _along, _legend_of, _lines, _points, _smooth, draw_curves, make_trackers, shown_panels
 from assay.runs.directory import read_metrics
 from assay.types import UserError
 
@@ -49,9 +49,7 @@ def test_curves_of_a_full_run(tmp_path: Path) -> None:
     assert not list(run.path.glob(".curves*"))
 
 
-@pytest.mark.parametrize(
-    "metrics", [{"reward/mean": 0.5}, {"eval/accuracy": 0.5}, {"before/accuracy": 0.5}, {"time/step": 1, "odd": "text"}]
-)
+@pytest.mark.parametrize("metrics", [{"before/accuracy": 0.5}, {"time/step": 1, "odd": "text"}])
 def test_curves_of_a_single_metric(tmp_path: Path, metrics: dict[str, object]) -> None:
     run = Run.create(tmp_path, "one", "")
     run.log(1, metrics)
@@ -125,9 +123,9 @@ def test_smoothing_keeps_a_straight_line() -> None:
 
 def test_the_legend_names_the_splits(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "named", '[eval]\nsplit = "validation"\nfinal_split = "test"\n')
-    assert _splits(run.path) == (" (validation)", " (test)")
-    assert _splits(Run.create(tmp_path, "unnamed", "").path) == ("", "")
-    assert _splits(tmp_path) == ("", "")
+    labels = _legend_of(run.path)
+    assert "(validation)" in labels["eval"] and "(test)" in labels["before"] and "(test)" in labels["start"]
+    assert not any("(" in label for label in _legend_of(tmp_path).values())
 
 
 @pytest.fixture
@@ -135,11 +133,8 @@ def run(tmp_path: Path) -> Run:
     return Run.create(tmp_path, "tracked", "seed = 1\n")
 
 
-def test_no_trackers_by_default(run: Run) -> None:
-    assert make_trackers(None, False, run) == make_trackers("", False, run) == []
-
-
 def test_missing_packages_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_trackers(None, False, run) == make_trackers("", False, run) == []
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"assay-rl\[wandb\]"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from assay.runs.files import (
     atomic_write,
     from_json,
     json_line,
+    json_lines,
     make_folder,
     read_json,
     remove_temporaries,
@@ -36,6 +38,7 @@ def test_to_json_keeps_values_and_converts_other_types() -> None:
     value = {1: (Status.OK, np.int64(3), np.array([1.5, 2.0])), "set": {2, 1}, "bool": True, "path": Path("a")}
     assert to_json(value) == {"1": ["ok", 3, [1.5, 2.0]], "set": [1, 2], "bool": True, "path": "a"}
     assert type(to_json(Status.OK)) is str
+    assert to_json({"a": [math.nan, np.float32(2.5)]}, non_finite=lambda number: None) == {"a": [None, 2.5]}
 
 
 def test_json_line_has_no_line_separators() -> None:
@@ -43,6 +46,17 @@ def test_json_line_has_no_line_separators() -> None:
     line = json_line({"text": text})
     assert line.splitlines() == [line[:-1]]
     assert json.loads(line) == {"text": text}
+
+
+def test_damaged_incomplete_and_long_lines_are_returned_as_such() -> None:
+    content = b'{"a": 1}\n[2]\n{"long": "' + b"x" * 40 + b'"}\n\xff\n{"b": 2}\n{"half'
+    lines = list(json_lines(io.BytesIO(content), limit=20))
+    assert [line.value for line in lines] == [{"a": 1}, None, None, None, {"b": 2}, None]
+    assert [line.is_complete for line in lines] == [True] * 5 + [False]
+    assert [line.number for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [content[line.start : line.start + line.size][-3:] for line in lines] == [
+        line.content[-3:] for line in lines
+    ]
 
 
 def test_a_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:

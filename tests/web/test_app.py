@@ -16,16 +16,15 @@ from starlette.testclient import TestClient
 from assay import listen
 from assay.runs import Run, write_rollouts
 from assay.types import Group
-from assay.web.app import HEADERS, host_name, make_app, make_server
+from assay.web.app import HEADERS, make_app, make_server
 from assay.web.library import Library
 
-CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
 TOKEN = "the-token-of-this-test"
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    with Run.create(tmp_path / "runs", "one", CONFIG) as run:
+    with Run.create(tmp_path / "runs", "one", web_parts.CONFIG) as run:
         run.log(1, {"reward/mean": float("inf"), "time/wall": 1.0})
         run.log(2, {"reward/mean": 0.5, "time/wall": 2.0})
     (tmp_path / "secret.txt").write_text("SECRET")
@@ -52,6 +51,7 @@ def test_the_url_with_the_token_sets_a_cookie_that_is_enough(runs: Path) -> None
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert client.get("/").status_code == 200
     assert client.get("/api/runs").json()["runs"][0]["id"] == "one"
+    assert client_of(runs, token=None).get(f"/api/runs?token={TOKEN}").status_code == 403  # for the page only
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "é", TOKEN.upper()])
@@ -63,10 +63,6 @@ def test_nothing_is_answered_without_the_token(runs: Path, token: str | None, pa
         assert client.get(path, params={"token": token}, follow_redirects=False).status_code == 403
         assert client.get(path, headers={"Authorization": f"Bearer {token}".encode()}).status_code == 403
         assert client.get(path, headers={"Cookie": f"token={token}".encode()}).status_code == 403
-
-
-def test_the_token_in_the_url_is_for_the_page_only(runs: Path) -> None:
-    assert client_of(runs, token=None).get(f"/api/runs?token={TOKEN}").status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -99,11 +95,8 @@ def test_a_server_for_other_machines_accepts_addresses_and_its_own_names(runs: P
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
         {"Origin": "http://localhost:8000"},  # another server on this machine
-        {"Origin": "ftp://localhost:6360"},
         {"Origin": "http://[::1"},  # not a URL
         {"Origin": "http://localhost:6360/"},
-        {"Origin": "http://localhost:6360/page"},
-        {"Origin": "http://localhost:6360?x"},
         {"Origin": "http://user@localhost:6360"},
         {"Origin": "https://localhost:6360"},  # this page is not encrypted
         {"Origin": "HTTP://localhost:6360"},
@@ -113,14 +106,10 @@ def test_a_server_for_other_machines_accepts_addresses_and_its_own_names(runs: P
     ],
 )
 def test_requests_of_other_sites_are_refused(client: TestClient, headers: dict[str, str]) -> None:
-    assert client.get("/api/runs", headers=headers).status_code == 403
+    own = {"Origin": "http://localhost:6360", "Sec-Fetch-Site": "same-origin"}
+    assert client.get("/api/runs", headers=own).status_code == 200
+    assert client.get("/api/runs", headers=own | headers).status_code == 403
     assert client.get(f"/?token={TOKEN}", headers=headers, follow_redirects=False).status_code == 403
-
-
-def test_requests_of_the_page_are_accepted(client: TestClient) -> None:
-    headers = {"Origin": "http://localhost:6360", "Sec-Fetch-Site": "same-origin"}
-    assert client.get("/api/runs", headers=headers).status_code == 200
-    assert "access-control-allow-origin" not in client.get("/api/runs", headers=headers).headers
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
@@ -133,7 +122,9 @@ def test_only_get_and_head(client: TestClient, method: str) -> None:
 def test_every_response_has_the_security_headers(client: TestClient, runs: Path, path: str) -> None:
     for response in (client.get(path), client_of(runs, token=None).get(path)):
         assert {name: response.headers.get(name) for name in HEADERS} == HEADERS
+        assert "access-control-allow-origin" not in response.headers
     assert "unsafe" not in HEADERS["Content-Security-Policy"]
+    assert client.get("/static/index.html").headers["content-type"] == "text/html; charset=utf-8"
 
 
 @pytest.mark.parametrize(
@@ -152,25 +143,13 @@ def test_there_is_nothing_else(client: TestClient, path: str) -> None:
     assert "SECRET" not in response.text and "root:" not in response.text
 
 
-def test_static_files_have_their_types(client: TestClient) -> None:
-    response = client.get("/static/index.html")
-    assert response.status_code == 200 and response.headers["content-type"] == "text/html; charset=utf-8"
-
-
-def test_numbers_that_are_not_finite_do_not_break_the_answer(client: TestClient) -> None:
-    assert client.get("/api/runs/one/metrics").json()["series"]["reward/mean"] == {"x": [2], "y": [0.5]}
-
-
 @pytest.mark.parametrize(
     "query", ["points=x", "points=-3", "points=1e9", "x=other", "since=now", "names=" + "a" * 3000]
 )
 def test_bad_parameters(client: TestClient, query: str) -> None:
+    assert client.get("/api/runs/one/metrics").json()["series"]["reward/mean"] == {"x": [2], "y": [0.5]}  # not inf
     response = client.get(f"/api/runs/one/metrics?{query}")
     assert response.status_code == 400 and response.json()["error"]
-
-
-def test_host_names() -> None:
-    assert [host_name(text) for text in ("A.b:1", "[::1]:80", "a:b", "a/b", "")] == ["a.b", "::1", None, None, None]
 
 
 # Rollouts over HTTP
@@ -220,7 +199,7 @@ def test_comparisons_over_http(full: TestClient) -> None:
     "path",
     [
         *("rollouts?sort=other", "rollouts?order=up", "rollouts?limit=501", "rollouts?offset=-1", "rollouts?step=x"),
-        *("rollouts?min_reward=nan", "rollouts?max_length=x", "rollouts?truncated=yes", "rollouts?changed=1"),
+        *("rollouts?min_reward=nan", "rollouts?max_length=x", "rollouts?truncated=x", "rollouts?changed=1"),
         *("rollouts?search=%00", "prompts?sort=step", "prompts?source=other", "compare?a=x", "compare?a=x&b=y&show=z"),
     ],
 )
@@ -248,20 +227,13 @@ def test_hostile_rollouts_are_plain_json(tmp_path: Path) -> None:
     prompt = web_parts.prompt_of("<b>", web_parts.HOSTILE[0])
     texts = web_parts.HOSTILE
     write_rollouts(path, 1, [Group(prompt, [web_parts.answer(prompt, n, text) for n, text in enumerate(texts)])])
-    client = client_of(path)
-    for number, text in enumerate(texts):
-        response = client.get(f"/api/runs/one/rollouts/train/1/{number}")
-        assert response.headers["content-type"] == "application/json" and response.json()["text"] == text
-        assert response.content.isascii()
-
-
-def test_a_run_whose_name_needs_encoding(tmp_path: Path) -> None:
-    path = web_parts.standard_run(tmp_path / "runs")
-    path.rename(path.with_name("50% <b> ä?#&"))
-    client = client_of(tmp_path / "runs")
+    client = client_of(path.rename(path.with_name("50% <b> ä?#&")))
     (run,) = client.get("/api/runs").json()["runs"]
     assert run["id"] == "50% <b> ä?#&"
-    assert client.get(f"/api/runs/{quote(run['id'], safe='')}").json()["id"] == run["id"]
+    for number, text in enumerate(texts):
+        response = client.get(f"/api/runs/{quote(run['id'], safe='')}/rollouts/train/1/{number}")
+        assert response.headers["content-type"] == "application/json" and response.json()["text"] == text
+        assert response.content.isascii()
 
 
 def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

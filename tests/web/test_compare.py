@@ -14,7 +14,7 @@ from assay.evals.report import Report
 from assay.evals.report import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
-from assay.web.compare import Pairs, change_of, compare
+from assay.web.compare import change_of, compare, paired
 from assay.web.data import RunView, ViewError
 
 BEFORE, AFTER = "step-000000-before-test", "step-000005-after-test"
@@ -29,7 +29,7 @@ def evaluated(runs: Path, before: dict[str, list[str]], after: dict[str, list[st
 
 
 def result(view: RunView, **options: Any) -> dict[str, Any]:
-    return compare(Pairs(), (view, BEFORE), (view, AFTER), **options)
+    return compare((view, BEFORE), (view, AFTER), **options)
 
 
 def test_gained_and_lost_questions_equal_those_of_the_evaluation(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_evaluations_without_common_questions(tmp_path: Path) -> None:
         result(view)
     assert caught.value.status == 400
     with pytest.raises(ViewError, match="there is no evals/nope"):
-        compare(Pairs(), (view, "nope"), (view, AFTER))
+        compare((view, "nope"), (view, AFTER))
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
@@ -106,11 +106,10 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
 
 def test_comparisons_are_computed_once(tmp_path: Path) -> None:
     view = evaluated(tmp_path, {"q1": ["ok"]}, {"q1": ["wrong"]})
-    pairs = Pairs()
-    files = [(view, view.evaluation(name)) for name in (BEFORE, AFTER)]
-    assert pairs.get(files[0], files[1]) is pairs.get(files[0], files[1])
+    files = [view.evaluation(name) for name in (BEFORE, AFTER)]
+    assert paired(*files) is paired(*files)
     write_rollouts(view.folder.root, 5, [group_of("q1", ["ok"], "again")], "eval", split="after-test")
-    assert compare(pairs, (view, BEFORE), (view, AFTER))["counts"]["same_correct"] == 1
+    assert compare((view, BEFORE), (view, AFTER))["counts"]["same_correct"] == 1
 
 
 def test_kinds_of_change() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_run import SmallRuns
-from web_parts import CONFIG, HOSTILE, answer, group_of, make_run, prompt_of, standard_run
+from web_parts import CONFIG, group_of, make_run, prompt_of, standard_run
 
 from assay.runs import Run, rollouts, write_rollouts
 from assay.text import char_tokenizer, load_tokenizer
 from assay.train import faults
 from assay.types import Completion, Finish, Group, Rollout, Turn
-from assay.web.data import RunView, ViewError, curve, plain, shortened
+from assay.web.data import RunView, ViewError, curve, shortened
 from assay.web.table import RolloutFilter
 
 
@@ -60,15 +60,6 @@ def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
     findings = detail["findings"]
     assert not detail["findings_pending"]
     assert findings and findings[0].keys() == {"name", "evidence", "remedy", "severity", "examples"}
-
-
-def test_numbers_that_are_not_finite_are_null() -> None:
-    given = {"a": [float("nan"), 1.5, np.float32(2.5)], 3: (np.array([1, 2]), np.nan), "s": Path("x")}
-    assert plain(given) == {"a": [None, 1.5, 2.5], "3": [[1, 2], None], "s": "x"}
-
-
-def test_many_problems_are_counted() -> None:
-    assert shortened([str(n) for n in range(22)])[-1] == "and 2 more problems"
 
 
 # Rollouts
@@ -123,17 +114,13 @@ def test_one_rollout_with_its_tokens(view: RunView) -> None:
     assert rollout["turns"][1]["text"] == "Second Try 1"
 
 
-@pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("sort", ["step", "reward", "length"])
 @pytest.mark.parametrize(
-    "wanted",
+    ("wanted", "sort", "descending"),
     [
-        RolloutFilter(),
-        RolloutFilter(statuses=("ok",)),
-        RolloutFilter(search="SECOND"),
-        RolloutFilter(first_step=3, last_step=3),
-        RolloutFilter(source="eval"),
-        RolloutFilter(source="step-000003-after-test"),
+        (RolloutFilter(), "step", True),
+        (RolloutFilter(search="SECOND"), "reward", False),
+        (RolloutFilter(source="eval"), "length", True),
+        (RolloutFilter(source="step-000003-after-test"), "step", False),
     ],
 )
 def test_neighbors_are_those_of_the_list(view: RunView, wanted: RolloutFilter, sort: str, descending: bool) -> None:
@@ -273,6 +260,7 @@ def test_damaged_files_are_shown_as_far_as_possible(view: RunView) -> None:
     third = root / "rollouts" / "step-000003.jsonl"
     third.write_text("\n".join(third.read_text().splitlines()[:-1]) + '\n{"half')
     detail = view.detail()
+    assert len(shortened(detail["problems"] * 10)) == 21
     parts = ("config.toml cannot", "001.npz is missing", "002.npz cannot be read", "003.jsonl, line 4: is incomplete")
     for part in parts:
         assert sum(part in problem for problem in detail["problems"]) == 1, part
@@ -301,17 +289,6 @@ def test_arrays_of_another_step_are_not_shown(view: RunView) -> None:
     assert any("they do not match" in problem for problem in view.detail()["problems"])
     rollout = view.rollout("train", 1, 0)
     assert rollout["tokens"] is None and "they do not match" in rollout["tokens_problem"]
-
-
-def test_hostile_texts_are_returned_unchanged(tmp_path: Path) -> None:
-    path = make_run(tmp_path)
-    prompt = prompt_of(HOSTILE[0], HOSTILE[1])
-    write_rollouts(path, 1, [Group(prompt, [answer(prompt, n, text) for n, text in enumerate(HOSTILE)])])
-    view = RunView("one", path)
-    assert [view.rollout("train", 1, n)["text"] for n in range(len(HOSTILE))] == list(HOSTILE)
-    assert view.rollouts()["total"] == len(HOSTILE)
-    assert view.rollouts(RolloutFilter(prompt=HOSTILE[0]))["total"] == len(HOSTILE)
-    assert view.prompts()["rows"][0]["preview"] == HOSTILE[1]
 
 
 def test_a_real_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from assay import __version__
 from assay.runs.directory import cpu_model, memory_gib, usable_cores, version_of
-from assay.runs.files import write_text
+from assay.runs.files import json_object, write_text
 from assay.types import UserError
 
 
@@ -158,15 +158,12 @@ def peer_steps(path: Path) -> list[Row]:
 def json_lines(path: Path, names: set[str], value: str) -> Iterator[Row]:
     """Lines of a file that are objects with these keys and a positive number as `value`."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and names <= row.keys() and isinstance(row[value], int | float) and row[value] > 0:
+        row = json_object(line) or {}
+        if names <= row.keys() and isinstance(row[value], int | float) and row[value] > 0:
             yield row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from assay.cli.runs import add_runs_dir
@@ -41,18 +42,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def find_folder(name: str, runs_dir: Path) -> Path:
-    """The folder of a run, also of a damaged one."""
+def find_folder(name: str, runs_dir: Path, or_runs: bool = False) -> Path:
+    """The folder of a run, also of a damaged one. `or_runs`: or a folder with runs."""
     from assay.web.folder import is_run_folder
 
-    own = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
-    candidates = (runs_dir / own, Path(own).expanduser())
-    found = [path for path in candidates if is_run_folder(path)]
-    if not found:
-        if problem := next(filter(None, map(access_problem, (*candidates, runs_dir))), None):
-            raise UserError(problem)
-        known = [path.name for path in sorted(runs_dir.iterdir()) if is_run_folder(path)] if runs_dir.is_dir() else []
-        if not known:
-            raise UserError(f"there is no run {own}, and {runs_dir} has none: give the path of a run, or --runs_dir")
-        raise unknown_name("run", own, known, listed=known[-5:])
-    return found[0]
+    name = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
+    candidates = [Path(name).expanduser(), runs_dir / name]
+    # The name of a run may also be that of an unrelated folder here.
+    found = [*filter(is_run_folder, reversed(candidates)), *(filter(is_folder, candidates) if or_runs else ())]
+    if found:
+        return found[0]
+    if problem := next(filter(None, map(access_problem, (*candidates, runs_dir))), None):
+        raise UserError(problem)
+    known = [path.name for path in sorted(runs_dir.iterdir()) if is_run_folder(path)] if is_folder(runs_dir) else []
+    what = "run or folder" if or_runs else "run"
+    if not known:
+        raise UserError(f"there is no {what} {name}, and {runs_dir} has no runs: give the path of a run, or --runs_dir")
+    raise unknown_name(what, name, known, listed=known[-5:])
+
+
+def is_folder(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # the name is too long for a path, or has a NUL
+        return path.is_dir()
+    return False

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from assay.evals.pairs import compare_evaluations
-from assay.runs.console import Console, finite, one_line
-from assay.runs.curves import draw_comparison, shown_panels
+from assay.runs.console import Console, one_line
+from assay.runs.curves import draw_comparison, points_of, shown_panels
 from assay.runs.diagnose.files import RunFiles
 from assay.runs.directory import Run
 from assay.runs.facts import flattened
@@ -166,7 +166,7 @@ def draw(metrics: Mapping[str, Rows], path: Path) -> Path | None:
 
 def curve_cells(metrics: Mapping[str, Rows]) -> list[list[str]]:
     """One row per metric with a panel: a small curve, on the same scale for all runs, and first and last value."""
-    points = [PointsOf(rows) for rows in metrics.values()]
+    points = [points_of(rows) for rows in metrics.values()]
     shown = {panel.metric: panel for one in points for panel in shown_panels(one)}
     cells = []
     for metric, panel in shown.items():
@@ -176,18 +176,6 @@ def curve_cells(metrics: Mapping[str, Rows]) -> list[list[str]]:
             ends = (min(known), max(known))
             cells.append([metric, *(f"{blocks(own, ends)}{first_and_last(own, panel.share)}" for own in values)])
     return cells
-
-
-class PointsOf:
-    """Positions and values of a metric, for `shown_panels`."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __call__(self, metric: str, x: str) -> tuple[list[float], list[float]]:
-        there = [(row, value) for row in self.rows if (value := finite(row, metric)) is not None]
-        pairs = {at: value for row, value in there if (at := finite(row, x)) is not None}
-        return list(pairs), list(pairs.values())
 
 
 def blocks(values: Sequence[float], ends: tuple[float, float]) -> str:

@@ -13,14 +13,12 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from assay.cli.report import find_folder
 from assay.cli.runs import add_runs_dir
 from assay.listen import bind, is_loopback
-from assay.runs.directory import access_problem
-from assay.runs.resolve import PREFIX, split_tag
-from assay.types import UserError, missing_extra, plural, unknown_name
+from assay.types import UserError, missing_extra, plural
 
 HELP = """Show runs in the browser: curves, prompts, rollouts token by token, and what is wrong with them.
 
@@ -77,33 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 def folders(names: Sequence[str], runs_dir: Path) -> list[Path]:
     """The given folders and runs; `runs_dir` if there are none."""
-    from assay.web.folder import is_run_folder
-
-    if not names:
-        if not runs_dir.is_dir():
-            raise UserError(f"there is no folder {runs_dir}: give the folder of your runs, as in assay view PATH")
-        return [runs_dir]
-    paths = []
-    for name in names:
-        own = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
-        candidates = [path for path in (Path(own).expanduser(), runs_dir / own) if is_folder(path)]
-        # A name of a run may also be that of an unrelated folder here.
-        runs = [path for path in candidates if is_run_folder(path)]
-        if not candidates:
-            if problem := access_problem(Path(own).expanduser()) or access_problem(runs_dir):
-                raise UserError(problem)
-            known = [p.name for p in sorted(runs_dir.iterdir()) if is_run_folder(p)] if is_folder(runs_dir) else []
-            if not known:
-                raise UserError(f"there is no folder {own}, and {runs_dir} has no runs: give the folder of your runs")
-            raise unknown_name("run or folder", own, known, listed=known[-5:])
-        paths.append((runs or candidates)[0])
-    return paths
-
-
-def is_folder(path: Path) -> bool:
-    with suppress(OSError, ValueError):  # the name is too long for a path, or has a NUL
-        return path.is_dir()
-    return False
+    if not names and not runs_dir.is_dir():
+        raise UserError(f"there is no folder {runs_dir}: give the folder of your runs, as in assay view PATH")
+    return [find_folder(name, runs_dir, or_runs=True) for name in names] or [runs_dir]
 
 
 def listen(host: str, port: int | None) -> socket.socket:

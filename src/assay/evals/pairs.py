@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.evals.stats import difference_interval, mcnemar, paired_test
+from assay.evals.stats import difference_interval, paired_p_value
 from assay.types import Status
 
 Key = tuple[str, str, str, int]  # id, text, gold answer, and a number if several questions have all three in common
@@ -48,10 +48,6 @@ def compare_evaluations(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
     first, second = accuracies(a), accuracies(b)
     common = [key for key in first if key in second]
     was, now = (np.array([one[key] for key in common or one]) for one in (first, second))
-    p_value = None
-    if common:
-        binary = np.isin(np.concatenate([was, now]), (0.0, 1.0)).all()
-        p_value = (mcnemar(was, now) if binary else paired_test(was, now, seed=0)).p_value
     return EvalComparison(
         questions=len(common),
         only_a=len(first) - len(common),
@@ -60,7 +56,7 @@ def compare_evaluations(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
         accuracy_b=float(now.mean()),
         difference=float(now.mean()) - float(was.mean()),
         ci95=difference_interval(was, now, paired=bool(common)),
-        p_value=p_value,
+        p_value=paired_p_value(was, now) if common else None,
         gained=[key[0] for key, x, y in zip(common, was, now, strict=False) if y > x + 1e-9],
         lost=[key[0] for key, x, y in zip(common, was, now, strict=False) if y < x - 1e-9],
     )

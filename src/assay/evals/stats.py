@@ -132,6 +132,12 @@ def paired_test(before_means: ArrayLike, after_means: ArrayLike, seed: int, roun
     return Paired(p_value, int((differences > 1e-9).sum()), int((differences < -1e-9).sum()))
 
 
+def paired_p_value(before: NDArray[np.float64], after: NDArray[np.float64]) -> float:
+    """McNemar's test for successes and failures, else `paired_test`. Arguments: one value from 0 to 1 per question."""
+    is_binary = np.isin(np.concatenate([before, after]), (0.0, 1.0)).all()
+    return (mcnemar(before, after) if is_binary else paired_test(before, after, seed=0)).p_value
+
+
 def difference_interval(
     before: ArrayLike, after: ArrayLike, paired: bool = True, confidence: float = 0.95
 ) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from assay.runs.console import FINAL_LABELS, finite, one_line
+from assay.runs.diagnose.files import RunFiles
 from assay.runs.directory import Run, read_metrics
 from assay.runs.files import atomic_write, read_json
 from assay.types import UserError, hide_credentials, missing_extra
@@ -70,16 +71,20 @@ COLUMNS = 3
 def draw_curves(run_path: Path) -> Path | None:
     """Plot every known metric that was logged. None if there is nothing to plot."""
     rows = read_metrics(run_path)
-    panels = shown_panels(_points_of(rows))
+    panels = shown_panels(points_of(rows))
     figure = _new_figure(len(panels), _title(run_path))
     if figure is None:
         return None
-    splits, explained = _splits(run_path), False
+    labels, explained = _legend_of(run_path), False
     for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
-        smoothed = _draw_panel(axes, panel, _along(rows, panel.x), splits)
-        if smoothed and not explained:
+        along = _along(rows, panel.x)
+        if panel.metric == ACCURACY:
+            _draw_accuracy(axes, along, _ACCENT, _INK, labels)
+            axes.legend(**_LEGEND)
+        elif _draw_values(axes, panel, along, _LINE) and not explained:
             axes.legend(**_LEGEND)
             explained = True
+        _finish_panel(axes, panel, along)
     return _save(figure, run_path / "curves.png")
 
 
@@ -88,7 +93,7 @@ def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path)
 
     None if there is nothing to plot, or no matplotlib.
     """
-    shown = {panel for rows in runs.values() for panel in shown_panels(_points_of(rows))}
+    shown = {panel for rows in runs.values() for panel in shown_panels(points_of(rows))}
     panels = [panel for panel in PANELS if panel in shown]
     figure = _new_figure(len(panels), "")
     if figure is None:
@@ -96,7 +101,11 @@ def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path)
     for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
         drawn = {name: _along(rows, panel.x) for name, rows in runs.items()}
         for index, rows in enumerate(drawn.values()):
-            _draw_one_of_several(axes, panel, rows, _COLORS[index % len(_COLORS)])
+            color = _COLORS[index % len(_COLORS)]
+            if panel.metric == ACCURACY:
+                _draw_accuracy(axes, rows, color, color, {})
+            else:
+                _draw_values(axes, panel, rows, color)
         _finish_panel(axes, panel, [row for rows in drawn.values() for row in rows])
     labels = [one_line(name, 60).replace("$", r"\$") for name in runs]
     lines = [
@@ -104,26 +113,6 @@ def draw_comparison(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path)
     ]
     figure.legend(lines, labels, loc="outside upper left", ncols=4, fontsize=10, frameon=False, labelcolor=_INK)
     return _save(figure, path)
-
-
-def _draw_one_of_several(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], color: str) -> None:
-    """One run in a panel: a line, and for accuracies their intervals and those before and after training."""
-    steps, values = _points(rows, panel.metric)
-    if panel.metric == ACCURACY:
-        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4)
-        if bounds := _bounds(rows, "eval"):
-            lows, highs = zip(*bounds.values(), strict=True)
-            axes.fill_between(list(bounds), lows, highs, color=color, alpha=0.12, linewidth=0)
-        for name in FINAL_LABELS:
-            for step, bound in _bounds(rows, name).items():
-                axes.plot([step, step], bound, color=color, linewidth=1.3)
-            face = "white" if name == "start" else color
-            axes.plot(*_points(rows, f"{name}/accuracy"), "D", color=color, markersize=5, markerfacecolor=face)
-        return
-    if panel.smooth and _reach(values):
-        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
-        values = _smooth(values)
-    axes.plot(steps, values, color=color, linewidth=1.7, marker="o" if len(steps) < 3 else "", markersize=4)
 
 
 def _new_figure(panels: int, title: str) -> Figure | None:
@@ -187,47 +176,39 @@ def _is_shown(panel: Panel, points: Points) -> bool:
 def _along(rows: Sequence[Mapping[str, Any]], x: str) -> list[dict[str, Any]]:
     """The rows that have the metric `x`, with its value (times in minutes) as their step."""
     scale = 1 / 60 if x == "time/wall" else 1
-    return [{**row, "step": row[x] * scale} for row in rows if x in row]
+    return [{**row, "step": at * scale} for row in rows if (at := finite(row, x)) is not None]
 
 
 def _title(run_path: Path) -> str:
     """Name of the run, recipe, task and model: from the summary, or from the settings while the run has none."""
-    summary, config = read_json(run_path / "summary.json"), _config(run_path)
+    summary, config = read_json(run_path / "summary.json"), RunFiles(run_path).config()
     known = {"algorithm": ("algo", "recipe"), "task": ("task", "name"), "model": ("model", "source")}
     facts = [str(summary.get(key) or config.get(section, {}).get(name, "")) for key, (section, name) in known.items()]
     facts[-1] = Path(facts[-1]).name
     return "  ·  ".join([run_path.resolve().name, *filter(None, facts)]).replace("$", r"\$")
 
 
-def _config(run_path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads((run_path / "config.toml").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+def _legend_of(run_path: Path) -> dict[str, str]:
+    """Labels of evaluations, with the names of their splits in brackets."""
+    settings = RunFiles(run_path).config().get("eval", {})
+    periodic, final = (f" ({settings[key]})" if settings.get(key) else "" for key in ("split", "final_split"))
+    return {
+        "eval": "periodic" + periodic,
+        "start": "before the warm start" + final,
+        "before": "before and after training" + final,
+    }
 
 
-def _splits(run_path: Path) -> tuple[str, str]:
-    """Names, in brackets, of the split of periodic evaluations and of the split before and after training."""
-    settings = _config(run_path).get("eval", {})
-    names = (settings.get(key) for key in ("split", "final_split"))
-    periodic, final = (f" ({name})" if name else "" for name in names)
-    return periodic, final
-
-
-def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], splits: tuple[str, str]) -> bool:
+def _draw_values(axes: Axes, panel: Panel, rows: Sequence[Mapping[str, Any]], color: str) -> bool:
     """Returns whether there is a thin line with the values and a thick one with their moving average."""
     steps, values = _points(rows, panel.metric)
-    smoothed = panel.smooth and panel.metric != ACCURACY and bool(_reach(values))
-    if panel.metric == ACCURACY:
-        _draw_accuracy(axes, rows, *splits)
-    elif len(steps) < 3:
-        axes.plot(steps, values, color=_LINE, linewidth=1.8, marker="o", markersize=4)
-    elif smoothed:
-        axes.plot(steps, values, color=_LINE, linewidth=0.9, alpha=0.35, label="every step")
-        axes.plot(steps, _smooth(values), color=_LINE, linewidth=1.9, label="moving average (5 % of the steps)")
+    style: dict[str, Any] = {"color": color, "linewidth": 1.9, "marker": "o" if len(steps) < 3 else "", "markersize": 4}
+    smoothed = panel.smooth and bool(_reach(values))
+    if smoothed:
+        axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.35, label="every step")
+        axes.plot(steps, _smooth(values), **style, label="moving average (5 % of the steps)")
     else:
-        axes.plot(steps, values, color=_LINE, linewidth=1.9)
-    _finish_panel(axes, panel, rows)
+        axes.plot(steps, values, **style)
     return smoothed
 
 
@@ -265,24 +246,22 @@ def _set_scales(axes: Axes, panel: Panel, last: float) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _draw_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]], periodic: str, final: str) -> None:
+def _draw_accuracy(
+    axes: Axes, rows: Sequence[Mapping[str, Any]], color: str, final_color: str, labels: Mapping[str, str]
+) -> None:
     """Plot periodic evaluations as a line with a band, and those before and after, on another split, as bars."""
     steps, values = _points(rows, ACCURACY)
-    if steps:
-        axes.plot(steps, values, color=_ACCENT, linewidth=1.8, marker="o", markersize=4, label="periodic" + periodic)
-    bounds = _bounds(rows, "eval")
-    if bounds:
+    label = labels.get("eval") if steps else None
+    axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4, label=label)
+    if bounds := _bounds(rows, "eval"):
         lows, highs = zip(*bounds.values(), strict=True)
-        axes.fill_between(list(bounds), lows, highs, color=_ACCENT, alpha=0.15, linewidth=0)
-    titles = {"start": "before the warm start", "before": "before and after training"}
-    style: dict[str, Any] = {"color": _INK, "linestyle": "", "marker": "D", "markersize": 5}
+        axes.fill_between(list(bounds), lows, highs, color=color, alpha=0.15, linewidth=0)
     for name in FINAL_LABELS:
         steps, values = _points(rows, f"{name}/accuracy")
-        for step, (low, high) in _bounds(rows, name).items():
-            axes.plot([step, step], [low, high], color=_INK, linewidth=1.3)
-        label = titles[name] + final if steps and name in titles else None
-        axes.plot(steps, values, **style, markerfacecolor="white" if name == "start" else _INK, label=label)
-    axes.legend(**_LEGEND)
+        for step, bound in _bounds(rows, name).items():
+            axes.plot([step, step], bound, color=final_color, linewidth=1.3)
+        face, label = "white" if name == "start" else final_color, labels.get(name) if steps else None
+        axes.plot(steps, values, "D", color=final_color, markersize=5, markerfacecolor=face, label=label)
 
 
 def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float]]:
@@ -298,7 +277,8 @@ def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[float]
     return [step for step, _ in ordered], [value for _, value in ordered]
 
 
-def _points_of(rows: Sequence[Mapping[str, Any]]) -> Points:
+def points_of(rows: Sequence[Mapping[str, Any]]) -> Points:
+    """For `shown_panels`. `rows`: lines of metrics.jsonl."""
     return lambda metric, x: _points(_along(rows, x), metric)
 
 

@@ -9,7 +9,6 @@ import atexit
 import errno
 import fcntl
 import itertools
-import json
 import os
 import platform
 import re
@@ -32,6 +31,7 @@ from assay.runs.files import (
     from_json,
     is_temporary,
     json_line,
+    json_lines,
     make_folder,
     read_json,
     remove_temporaries,
@@ -233,7 +233,7 @@ class Run:
         lines = [(line, row) for line, row in _metrics_lines(self.path) if row["step"] <= step]
         if not intact:  # the stored size does not apply: only the final evaluation is known to be later
             lines = [(line, row) for line, row in lines if "after/accuracy" not in row]
-        text = b"".join(line + b"\n" for line, _ in lines)
+        text = b"".join(line for line, _ in lines)
         checkpoints.truncate_after(self.path, step)  # first: a checkpoint must never be newer than the metrics
         rollouts.truncate_after(self.path, step)
         if self.read_summary().get("steps", step) > step:
@@ -329,15 +329,15 @@ def list_runs(runs_dir: Path) -> list[Run]:
 def _metrics_lines(run_path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The complete lines of metrics.jsonl, as bytes and parsed."""
     path = run_path / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # no newline: incomplete
-    for count, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise UserError(f"{path}, line {count}: not a line of metrics; fix or delete it")
-        yield line, row
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in json_lines(file):
+            if not line.is_complete:
+                return
+            if line.value is None or not isinstance(line.value.get("step"), int):
+                raise UserError(f"{path}, line {line.number}: not a line of metrics; fix or delete it")
+            yield line.content, line.value
 
 
 def _claim(path: Path, config_toml: str) -> bool:

@@ -1,4 +1,8 @@
-"""Atomic and durable writes: after a crash, a file is complete or absent. JSON with non-finite numbers."""
+"""Files of a run: atomic and durable writes, and JSON with non-finite numbers.
+
+After a crash, a file is complete or absent. All JSONL files of runs are read with `json_lines`, which returns damaged
+lines as such. The data of users is read by `assay.tasks.sources`, where a damaged line is an error.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 # Spelled so that both Python's float() and JavaScript's Number() can read them.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+MAX_LINE = 64 * 2**20  # bytes of a line of a JSONL file
 _ENCODER = json.JSONEncoder(allow_nan=False)
 _TEMPORARY = re.compile(r"\..+\.tmp-\d+")  # names of the temporary files of `atomic_write`
 _DISK_ERRORS = {  # cause and remedy
@@ -27,8 +32,12 @@ _DISK_ERRORS = {  # cause and remedy
 }
 
 
-def to_json(value: Any) -> Any:
-    """Convert a value to types of JSON. Non-finite numbers become strings, and so do objects of other types."""
+def _name_of(value: float) -> str:
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def to_json(value: Any, non_finite: Callable[[float], Any] = _name_of) -> Any:
+    """Convert a value to types of JSON. Objects of other types become strings; non-finite numbers too, by default."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -36,20 +45,16 @@ def to_json(value: Any) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _name_of(value)
+        return float(value) if math.isfinite(value) else non_finite(value)
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {str(key): to_json(item, non_finite) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
+        return [to_json(item, non_finite) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((to_json(item) for item in value), key=str)
+        return sorted((to_json(item, non_finite) for item in value), key=str)
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays, without importing either
-        return to_json(value.tolist())
+        return to_json(value.tolist(), non_finite)
     return str(value)
-
-
-def _name_of(value: float) -> str:
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def from_json(value: Any) -> Any:
@@ -63,6 +68,46 @@ def json_line(value: Any) -> str:
         return _ENCODER.encode(value) + "\n"
     except (TypeError, ValueError):  # only then convert it, which would be slow for every rollout
         return _ENCODER.encode(to_json(value)) + "\n"
+
+
+def json_object(content: bytes, decode: Callable[[bytes], Any] = json.loads) -> dict[str, Any] | None:
+    """The object in a JSON text; None if the text is damaged, or contains something else."""
+    try:
+        value = decode(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class JsonLine(NamedTuple):
+    """A line of a JSONL file."""
+
+    number: int  # from 1
+    start: int  # its first byte in the file
+    size: int  # in bytes
+    content: bytes  # with the newline; of a line that is too long, the end
+    value: dict[str, Any] | None  # None: it is not a JSON object, or it is too long
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the line ends with a newline: the last line of a run in progress may be half-written."""
+        return self.content.endswith(b"\n")
+
+
+def json_lines(
+    file: IO[bytes], limit: int = MAX_LINE, decode: Callable[[bytes], Any] = json.loads
+) -> Iterator[JsonLine]:
+    """The lines of a JSONL file from its position on. `limit`: bytes of a line that are read."""
+    number, start = 0, file.tell()
+    while content := file.readline(limit):
+        number += 1
+        size = len(content)
+        while len(content) == limit and not content.endswith(b"\n"):
+            content = file.readline(limit)
+            size += len(content)
+        value = json_object(content, decode) if size == len(content) else None
+        yield JsonLine(number, start, size, content, value)
+        start += size
 
 
 @contextmanager
@@ -91,10 +136,10 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file is missing, damaged or contains something else."""
     try:
-        value = json.loads(path.read_text()) if path.is_file() else {}  # reading a pipe would never end
-    except (OSError, ValueError, RecursionError):
+        content = path.read_bytes() if path.is_file() else b""  # reading a pipe would never end
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return json_object(content) or {}
 
 
 _KINDS = {

@@ -13,7 +13,6 @@ ignore them.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zipfile
@@ -26,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from assay.runs.files import atomic_write, from_json, json_line, make_folder, remove_temporaries
+from assay.runs.files import atomic_write, from_json, json_line, json_lines, make_folder, remove_temporaries
 from assay.types import (
     TASK_LABEL,
     Completion,
@@ -50,8 +49,8 @@ COMPUTED = (
     "entropies",
     "ref_logprobs",
 )  # arrays of a step that has computed them; NaN for other tokens
-_DAMAGE = (  # exceptions that wrong content causes
-    *(ValueError, TypeError, AttributeError, LookupError, OverflowError, EOFError, MemoryError, NotImplementedError),
+DAMAGE = (  # exceptions that wrong content causes
+    *(ValueError, TypeError, AttributeError, LookupError, OverflowError, EOFError, MemoryError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
 )
 _STEP_NAME = re.compile(r"step-(\d+)(?:-.+)?\.(?:jsonl?|npz)")
@@ -84,7 +83,7 @@ def read_rollouts(run_path: Path, step: int, kind: Kind = "train") -> list[Group
         return _groups(read_lines(run_path, step, kind), read_arrays(run_path, step, kind))
     except UserError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         path = rollout_path(run_path, step, kind)
         raise UserError(f"{path} and its .npz file are damaged ({describe_error(error)}): delete both") from error
 
@@ -111,14 +110,16 @@ def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "")
     """The JSON lines of a step or evaluation, as dictionaries."""
     path = rollout_path(run_path, step, kind, split)
     try:
-        with path.open(encoding="ascii") as file:
-            lines = [json.loads(line) for line in file]
+        with path.open("rb") as file:
+            lines = list(json_lines(file))
     except FileNotFoundError as error:
         raise UserError(f"no rollouts at {path}: there are steps {rollout_steps(run_path, kind)}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it") from error
-    _check_schema(path, max((line.get("schema", 1) for line in lines if isinstance(line, dict)), default=1))
-    return lines
+    values = [line.value for line in lines if line.value is not None]
+    if len(values) < len(lines):
+        number = next(line.number for line in lines if line.value is None)
+        raise UserError(f"{path} is damaged (line {number} is not a JSON object): delete it")
+    _check_schema(path, max((value.get("schema", 1) for value in values), default=1))
+    return values
 
 
 def read_arrays(run_path: Path, step: int, kind: Kind = "train") -> dict[str, np.ndarray]:

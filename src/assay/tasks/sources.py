@@ -122,7 +122,9 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | Path) -> list[DataRow]:
-    """Read the rows of a JSONL file; blank lines are skipped, a file without rows is a UserError."""
+    """Read the rows of a JSONL file; blank lines are skipped, a file without rows is a UserError. Unlike files of runs
+    (`assay.runs.files.json_lines`), the data of users must not lose a row: every damaged line is a UserError.
+    """
     path = Path(path)
     rows: list[DataRow] = []
     for number, line in read_lines(path):

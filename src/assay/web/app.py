@@ -19,9 +19,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import uvicorn
+from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -32,11 +33,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from assay.listen import is_same_origin, limit_headers
 from assay.types import describe_error
 from assay.web.activity import activity
-from assay.web.compare import SHOWN
 from assay.web.data import RunView, ViewError, plain
 from assay.web.index import TRAIN
 from assay.web.library import Library
-from assay.web.table import PROMPT_SORTS, SORTS, RolloutFilter
+from assay.web.table import Integer, Names, RolloutFilter, Text
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -59,7 +59,6 @@ HEADERS = {
 NO_TOKEN = "This page needs the token: open the URL that `assay view` has printed."
 FOREIGN = "This request comes from another site: paste the URL that `assay view` has printed into the address bar."
 MAX_LIMIT = 500  # rows of one answer
-MAX_PARAMETER = 2000  # characters
 KEEP_ALIVE_S = 30  # after which an idle connection is closed
 
 
@@ -144,86 +143,67 @@ def answer(content: Any, status: int = 200) -> Response:
     return Response(text, status, media_type="application/json")
 
 
-def parse_integer(name: str, value: str, status: int = 400) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,15}", value):
-        raise ViewError(f"{name} must be an integer", status)
-    return int(value)
+Order = Literal["asc", "desc"]
 
 
-class Query:
-    """Parameters of a request. Mistakes raise ViewError with status 400."""
+class Page(BaseModel):
+    """Parameters of a request; those that a request does not know are ignored."""
 
-    def __init__(self, request: Request) -> None:
-        self._values = request.query_params
-        for name, value in self._values.items():
-            if len(value) > MAX_PARAMETER or "\0" in value:
-                raise ViewError(f"{name} has more than {MAX_PARAMETER} characters, or a NUL", 400)
-
-    def text(self, name: str, default: str = "") -> str:
-        return self._values.get(name) or default
-
-    def choice(self, name: str, choices: tuple[str, ...]) -> str:
-        """One of the choices, the first by default."""
-        value = self.text(name, choices[0])
-        if value not in choices:
-            raise ViewError(f"{name} must be one of {', '.join(filter(None, choices))}", 400)
-        return value
-
-    def names(self, name: str) -> list[str]:
-        return [part for part in self.text(name).split(",") if part]
-
-    def integer(self, name: str, default: int | None = None) -> int | None:
-        value = self.text(name)
-        return parse_integer(name, value) if value else default
-
-    def count(self, name: str, default: int, limit: int) -> int:
-        value = self.integer(name, default)
-        if value is None or not 0 <= value <= limit:
-            raise ViewError(f"{name} must be from 0 to {limit}", 400)
-        return value
-
-    def page(self) -> tuple[int, int]:
-        """Offset and limit."""
-        return self.count("offset", 0, 2**53), self.count("limit", 50, MAX_LIMIT)
-
-    def required(self, name: str) -> str:
-        if not self.text(name):
-            raise ViewError(f"{name} is missing", 400)
-        return self.text(name)
-
-    def number(self, name: str) -> float | None:
-        value = self.text(name)
-        try:
-            number = float(value) if value else None
-        except ValueError:
-            number = float("nan")
-        if number is not None and number != number:
-            raise ViewError(f"{name} must be a number", 400)
-        return number
+    offset: Annotated[int, Field(ge=0, le=2**53)] = 0
+    limit: Annotated[int, Field(ge=0, le=MAX_LIMIT)] = 50
+    search: Text = ""
 
 
-def wanted_list(query: Query, source: str) -> tuple[RolloutFilter, str, bool]:
-    """Filter, order, and whether it is descending. `source`: the default."""
-    step = query.integer("step")
-    wanted = RolloutFilter(
-        source=query.text("source", source),
-        first_step=query.integer("from") if step is None else step,
-        last_step=query.integer("to") if step is None else step,
-        search=query.text("search"),
-        prompt=query.text("prompt") or None,
-        statuses=tuple(query.names("status")),
-        min_reward=query.number("min_reward"),
-        max_reward=query.number("max_reward"),
-        min_length=query.number("min_length"),
-        max_length=query.number("max_length"),
-        truncated={"": None, "0": False, "1": True}[query.choice("truncated", ("", "0", "1"))],
-        changed=query.choice("changed", ("", "gained", "lost", "any")),
-    )
-    return wanted, query.choice("sort", SORTS), query.choice("order", ("asc", "desc")) == "desc"
+class MetricsQuery(BaseModel):
+    names: Names = ()
+    x: Text = "step"
+    points: Annotated[int, Field(ge=0, le=2**31)] = 1000
+    since: Integer | None = None
+
+
+class PromptsQuery(Page):
+    source: Literal["train", "eval"] = "train"
+    sort: Literal["id", "pass_rate", "change", "seen"] = "id"
+    order: Order = "asc"
+
+
+class RolloutsQuery(RolloutFilter, Page):
+    sort: Literal["step", "reward", "length", "advantage"] = "step"
+    order: Order = "asc"
+
+
+class CompareQuery(Page):
+    a: Text
+    b: Text
+    run_a: Text
+    run_b: Text
+    show: Literal["changed", "gained", "lost", "all"] = "changed"
+
+
+Parameters = TypeVar("Parameters", bound=BaseModel)
+
+
+def parsed(model: type[Parameters], request: Request, **defaults: str) -> Parameters:
+    """The parameters of a request. Mistakes raise ViewError with status 400."""
+    given = defaults | {name: value for name, value in request.query_params.items() if value}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ViewError(f"{first['loc'][0]}: {first['msg']}", 400) from None
+
+
+def list_query(request: Request, source: str) -> RolloutsQuery:
+    """Filter and order of a list of rollouts. `source`: the default."""
+    step = request.query_params.get("step")
+    return parsed(RolloutsQuery, request, source=source, **({"from": step, "to": step} if step else {}))
 
 
 def path_integers(request: Request, *names: str) -> tuple[int, ...]:
-    return tuple(parse_integer(name, request.path_params[name], status=404) for name in names)
+    values = [request.path_params[name] for name in names]
+    if not all(re.fullmatch(r"-?[0-9]{1,15}", value) for value in values):
+        raise ViewError(f"{' and '.join(names)} must be integers")
+    return tuple(map(int, values))
 
 
 class Endpoints:
@@ -250,44 +230,37 @@ class Endpoints:
         return self.library.view(request.path_params["run"])
 
     def metrics(self, request: Request) -> Any:
-        query = Query(request)
-        points = query.count("points", 1000, 2**31)
-        names, x = query.names("names"), query.text("x", "step")
-        return self.view(request).metrics(names, x, points, query.integer("since"))
+        query = parsed(MetricsQuery, request)
+        return self.view(request).metrics(query.names, query.x, query.points, query.since)
 
     def prompts(self, request: Request) -> Any:
-        query = Query(request)
-        sort = query.choice("sort", PROMPT_SORTS)
+        query = parsed(PromptsQuery, request)
         return self.view(request).prompts(
-            query.choice("source", ("train", "eval")) == "eval",
-            query.text("search"),
-            sort,
-            query.choice("order", ("asc", "desc")) == "desc",
-            *query.page(),
+            query.source == "eval", query.search, query.sort, query.order == "desc", query.offset, query.limit
         )
 
     def rollouts(self, request: Request) -> Any:
-        query = Query(request)
-        return self.view(request).rollouts(*wanted_list(query, TRAIN), *query.page())
+        query = list_query(request, TRAIN)
+        return self.view(request).rollouts(query, query.sort, query.order == "desc", query.offset, query.limit)
 
     def neighbors(self, request: Request) -> Any:
         source = request.path_params["source"]
         step, index = path_integers(request, "step", "index")
-        return self.view(request).neighbors((source, step, index), *wanted_list(Query(request), source))
+        query = list_query(request, source)
+        return self.view(request).neighbors((source, step, index), query, query.sort, query.order == "desc")
 
     def rollout(self, request: Request) -> Any:
         return self.view(request).rollout(request.path_params["source"], *path_integers(request, "step", "index"))
 
     def group(self, request: Request) -> Any:
-        return self.view(request).group(Query(request).text("source", TRAIN), *path_integers(request, "step", "group"))
+        source = request.query_params.get("source") or TRAIN
+        return self.view(request).group(source, *path_integers(request, "step", "group"))
 
     def compare(self, request: Request) -> Any:
-        query = Query(request)
         run = request.path_params.get("run")
-        names = [(run or query.required(f"run_{side}"), query.required(side)) for side in ("a", "b")]
-        show = query.choice("show", tuple(SHOWN))
-        offset, limit = query.page()
-        return self.library.compare(*names, show=show, search=query.text("search"), offset=offset, limit=limit)
+        query = parsed(CompareQuery, request, **({"run_a": run, "run_b": run} if run else {}))
+        options = query.model_dump(include={"show", "search", "offset", "limit"})
+        return self.library.compare((query.run_a, query.a), (query.run_b, query.b), **options)
 
 
 def make_app(library: Library, token: str, hosts: frozenset[str] = frozenset()) -> ASGIApp:

@@ -5,14 +5,14 @@ The same as `assay.evals.pairs`, from the index instead of the files.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from assay.evals.stats import mcnemar, paired_test
-from assay.web.data import RunView, ViewError
+from assay.evals.stats import paired_p_value
+from assay.web.data import RunView, ViewError, evaluation_facts
 from assay.web.index import IndexedFile, fold
 from assay.web.table import OK
 
@@ -52,11 +52,8 @@ class Pairing:
         self.keys = [key for key in a.shares if key in b.shares]
         self.unpaired = len(a.shares) + len(b.shares) - 2 * len(self.keys)
         self.changes = {key: change_of(a.shares[key], b.shares[key]) for key in self.keys}
-        was, now = (np.array([one.shares[key] for key in self.keys]) for one in (a, b))
-        self.p_value: float | None = None
-        if self.keys:
-            is_binary = np.isin(np.concatenate([was, now]), (0.0, 1.0)).all()
-            self.p_value = (mcnemar(was, now) if is_binary else paired_test(was, now, seed=0)).p_value
+        self.shares = [np.array([side.shares[key] for key in self.keys]) for side in (a, b)]
+        self.p_value = paired_p_value(*self.shares) if self.keys else None
 
 
 def change_of(before: float, after: float) -> str:
@@ -65,25 +62,13 @@ def change_of(before: float, after: float) -> str:
     return "same_correct" if after >= 0.5 else "same_wrong"
 
 
-class Pairs:
-    """Comparisons that were computed, by the state of both files."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[Any, Pairing] = OrderedDict()
-
-    def get(self, a: tuple[RunView, IndexedFile], b: tuple[RunView, IndexedFile]) -> Pairing:
-        key = tuple((view.folder.root, file.name, file.stamp) for view, file in (a, b))
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = Pairing(Questions(a[1]), Questions(b[1]))
-                while len(self._known) > KEPT:
-                    self._known.popitem(last=False)
-            return self._known[key]
+@lru_cache(KEPT)
+def paired(a: IndexedFile, b: IndexedFile) -> Pairing:
+    """The comparison of two evaluations. If a file changes, it gets a new `IndexedFile`."""
+    return Pairing(Questions(a), Questions(b))
 
 
 def compare(
-    pairs: Pairs,
     a: tuple[RunView, str],
     b: tuple[RunView, str],
     show: str = "changed",
@@ -93,7 +78,7 @@ def compare(
 ) -> dict[str, Any]:
     """Compare two evaluations, of one run or of two."""
     files = [(view, view.evaluation(name)) for view, name in (a, b)]
-    pairing = pairs.get(files[0], files[1])
+    pairing = paired(files[0][1], files[1][1])
     if not pairing.keys:
         raise ViewError("the two evaluations have no question in common", 400)
     folded = fold(search)
@@ -104,8 +89,8 @@ def compare(
     for change in pairing.changes.values():
         counts[change] += 1
     return {
-        "a": {"run": a[0].id, **files[0][0].evaluation_facts(files[0][1])},
-        "b": {"run": b[0].id, **files[1][0].evaluation_facts(files[1][1])},
+        "a": {"run": a[0].id, **evaluation_facts(files[0][1].place, files[0][1])},
+        "b": {"run": b[0].id, **evaluation_facts(files[1][1].place, files[1][1])},
         "counts": counts,
         "p_value": pairing.p_value,
         "unpaired": pairing.unpaired,
@@ -115,31 +100,20 @@ def compare(
 
 
 def _row(pairing: Pairing, key: Key, files: list[tuple[RunView, IndexedFile]]) -> dict[str, Any]:
-    sides = []
-    for (view, file), questions in zip(files, (pairing.a, pairing.b), strict=True):
+    row: dict[str, Any] = {"prompt_id": pairing.a.prompts[key][0], "change": pairing.changes[key]}
+    for side, (view, file), questions in zip("ab", files, (pairing.a, pairing.b), strict=True):
         indices = questions.lines[key]
         line = view.line(file, indices[0])
         verdict = line.get("verdict")
-        sides.append(
-            {
-                **{name: line.get(name) for name in ("text", "reward", "length", "messages", "answer")},
-                "index": indices[0],
-                "step": file.place.step,
-                "source": file.place.source,
-                "status": verdict.get("status") if isinstance(verdict, dict) else None,
-                "parsed": verdict.get("parsed") if isinstance(verdict, dict) else None,
-                "samples": len(indices),
-                "share": questions.shares[key],
-            }
-        )
-    messages, answer = sides[0].pop("messages"), sides[0].pop("answer")
-    for name in ("messages", "answer"):
-        sides[1].pop(name)
-    return {
-        "prompt_id": pairing.a.prompts[key][0],
-        "change": pairing.changes[key],
-        "messages": messages,
-        "answer": answer,
-        "a": sides[0],
-        "b": sides[1],
-    }
+        if side == "a":
+            row |= {name: line.get(name) for name in ("messages", "answer")}
+        row[side] = {
+            **{name: line.get(name) for name in ("text", "reward", "length")},
+            **{name: verdict.get(name) if isinstance(verdict, dict) else None for name in ("status", "parsed")},
+            "index": indices[0],
+            "step": file.place.step,
+            "source": file.place.source,
+            "samples": len(indices),
+            "share": questions.shares[key],
+        }
+    return row

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import asdict
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ import numpy as np
 from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.diagnose.files import RunFiles
 from assay.runs.diagnose.folder import diagnose_files
+from assay.runs.files import json_object, to_json
 from assay.types import describe_error
 from assay.web.activity import activity
-from assay.web.folder import MAX_DEPTH, RunFolder, is_deeper, stamp_of
+from assay.web.folder import MAX_DEPTH, RunFolder, Stamp, is_deeper, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
     FOLDERS,
@@ -34,7 +35,7 @@ from assay.web.index import (
     IndexedFile,
     Place,
     RunIndex,
-    parsed_line,
+    file_name,
     place_of,
     read_arrays,
     read_file,
@@ -44,7 +45,7 @@ from assay.web.table import ALL_EVALUATIONS, CHANGES, OK, RolloutFilter, Rollout
 from assay.web.tokens import RunTokenizer, load_tokens
 
 FACTS = (
-    *("name", "path", "state", "error", "started", "task", "model", "algorithm", "seed", "steps", "steps_planned"),
+    *("path", "state", "error", "started", "task", "model", "algorithm", "seed", "steps", "steps_planned"),
     *("reward", "before", "after", "paired", "wall_s"),
 )
 MAX_PROBLEMS = 20  # that are listed; the others are counted
@@ -88,7 +89,6 @@ class RunView:
         self._waited = False
         self._table_files: Any = None  # those of the table
         self._table_due = 0.0
-        self._arrays: OrderedDict[str, tuple[Any, dict[str, np.ndarray]]] = OrderedDict()
         self._tokens: Future[tuple[RunTokenizer | None, str | None]] | None = None
         self._findings: list[dict[str, Any]] = []
         self._findings_problem: str | None = None
@@ -115,7 +115,6 @@ class RunView:
             self.index.pause()
             start = time.monotonic()
             table = RolloutTable(list(files.values()))
-            table.prepare()
             now = time.monotonic()
             self.table, self._table_files, self._table_due = table, files, now + max(TABLE_PAUSE_S, 10 * (now - start))
         if not more:
@@ -139,8 +138,7 @@ class RunView:
     def facts(self) -> dict[str, Any]:
         """One entry of the list of runs."""
         facts, problems = self.folder.facts()
-        facts["name"] = facts.pop("run")
-        return {"id": self.id, **{key: facts.get(key) for key in FACTS}, "problems": shortened(problems)}
+        return {"id": self.id, **shown_facts(facts), "problems": shortened(problems)}
 
     def detail(self, findings_wait_s: float | None = FINDINGS_WAIT_S) -> dict[str, Any]:
         """`findings_wait_s`: for the doctor; None: until it has finished."""
@@ -152,10 +150,9 @@ class RunView:
         problems += [problem for file in table.files for problem in file.problems]
         places = [place for name in self.index.names if (place := place_of(name)) is not None]
         names = sorted(places, key=lambda place: place.order)
-        facts["name"] = facts.pop("run")
         return {
             "id": self.id,
-            **{key: facts.get(key) for key in FACTS},
+            **shown_facts(facts),
             "config": facts["config"],
             "environment": self.folder.document("environment.json")[0],
             "summary": self.folder.document("summary.json")[0],
@@ -178,14 +175,8 @@ class RunView:
         }
 
     def _listed_evaluation(self, place: Place) -> dict[str, Any]:
-        if place.source in self.table.sources:
-            return self.evaluation_facts(self.table.files[self.table.sources[place.source]])
-        return {**_names(place), "count": None, "correct": None}  # not indexed yet
-
-    def evaluation_facts(self, file: IndexedFile) -> dict[str, Any]:
-        statuses = file.rows["status"]
-        correct = int((statuses == OK).sum())
-        return {**_names(file.place), "count": len(statuses), "correct": correct}
+        number = self.table.numbers.get(file_name(place.source, place.step))
+        return evaluation_facts(place, None if number is None else self.table.files[number])
 
     def findings(self, running: bool, wait_s: float | None) -> tuple[list[dict[str, Any]], str | None]:
         """The doctor's findings, computed in another thread: those known so far, if it takes long."""
@@ -211,16 +202,7 @@ class RunView:
             return
         self._diagnosis_pause = max(FINDINGS_PAUSE_S, 20 * (time.monotonic() - start))
         self._findings_problem = None
-        self._findings = [
-            {
-                "name": cause.name,
-                "evidence": cause.evidence,
-                "remedy": cause.remedy,
-                "severity": cause.severity,
-                "examples": list(cause.examples),
-            }
-            for cause in causes
-        ]
+        self._findings = [asdict(cause) for cause in causes]
 
     def metrics(
         self, names: Sequence[str] = (), x: str = "step", points: int = 1000, since: int | None = None
@@ -266,18 +248,18 @@ class RunView:
         """One page of a list of rollouts, and the number of all by status."""
         table = self.current_table()
         numbers, statuses, searched = self._selected(table, wanted, sort, descending)
-        page = numbers[offset : offset + limit].tolist()
-        previews = self.index.store.previews([table.preview_place(number) for number in page])
-        rows = [table.row(number, preview) for number, preview in zip(page, previews, strict=True)]
+        rows = [table.row(number) for number in numbers[offset : offset + limit].tolist()]
         return {"total": len(numbers), "rows": rows, "statuses": statuses, "searched": searched}
 
     def _selected(
         self, table: RolloutTable, wanted: RolloutFilter, sort: str, descending: bool
     ) -> tuple[np.ndarray, dict[str, int], dict[str, int] | None]:
         """Numbers of the rows of a list in its order, counts by status, and how far the search is."""
-        if wanted.source not in (TRAIN, SKIPPED, ALL_EVALUATIONS) and wanted.source not in table.sources:
-            self._check_source(wanted.source)
-            return np.empty(0, np.int64), {}, None
+        name = file_name(wanted.source, 0)
+        if wanted.source not in (TRAIN, SKIPPED, ALL_EVALUATIONS) and name not in table.numbers:
+            if name not in self.index.names:
+                raise ViewError(f"there is no evaluation {wanted.source!r}")
+            return np.empty(0, np.int64), {}, None  # not indexed yet
         found, searched = None, None
         if wanted.search:
             found, searched = self.search.find(table, wanted.search)
@@ -305,11 +287,6 @@ class RunView:
         total = len(numbers)
         return {"position": position, "total": total, "previous": previous, "next": following, "searched": searched}
 
-    def _check_source(self, source: str) -> None:
-        """Raise if there is no such evaluation; it may only be not indexed yet."""
-        if not any(place and place.source == source for place in map(place_of, self.index.names)):
-            raise ViewError(f"there is no evaluation {source!r}")
-
     def prompts(
         self,
         evaluations: bool = False,
@@ -326,11 +303,10 @@ class RunView:
         """One rollout with its tokens."""
         file = self._file(source, step)
         line = self.line(file, index)
-        position = int(np.searchsorted(file.rows["index"], index))
         tokens, tokens_problem, context_texts = self._token_table(file, index, line)
         return {
             **line,
-            **self._position(file, position),
+            **self._position(file, index),
             "turns": turns_of(line, context_texts),
             "tokens": tokens,
             "tokens_problem": tokens_problem,
@@ -342,17 +318,17 @@ class RunView:
     def group(self, source: str, step: int, group: int) -> dict[str, Any]:
         """All answers to one prompt of a step."""
         file = self._file(source, step)
-        positions = np.flatnonzero(file.rows["group"] == group).tolist()
-        if not positions:
+        indices = file.rows["index"][file.rows["group"] == group].tolist()
+        if not indices:
             raise ViewError(f"step {step} has no group {group}")
-        lines = [self.line(file, int(file.rows["index"][position])) for position in positions]
+        lines = [self.line(file, index) for index in indices]
         rollouts = [
             {
                 **{name: line.get(name) for name in ANSWER_FIELDS},
-                **self._position(file, at),
+                **self._position(file, index),
                 "turns": turns_of(line, None),
             }
-            for at, line in zip(positions, lines, strict=True)
+            for index, line in zip(indices, lines, strict=True)
         ]
         groups = np.unique(file.rows["group"]).tolist()
         at = groups.index(group)
@@ -368,53 +344,45 @@ class RunView:
             "problems": file.problems,
         }
 
-    def _position(self, file: IndexedFile, position: int) -> dict[str, Any]:
+    def _position(self, file: IndexedFile, index: int) -> dict[str, Any]:
         """Where a rollout is, and facts that are not in its line."""
-        row, table = file.rows[position], self.table
-        number = table.file_number.get(file.id)
-        changed = None if number is None else CHANGES.get(int(table.changed[table.first[number] + position]))
+        number = self.table.number_of(file.place.source, file.place.step, index)
         return {
             "source": file.place.source,
             "step": file.place.step,
-            "index": int(row["index"]),
-            "status": STATUSES[row["status"]] or None,
-            "changed": changed,
+            "index": index,
+            "status": STATUSES[file.rows["status"][file.position(index)]] or None,
+            "changed": None if number is None else CHANGES.get(int(self.table.changed[number])),
         }
 
     def evaluation(self, name: str) -> IndexedFile:
         """The file of an evaluation."""
-        table = self.current_table()
-        if name in table.sources:
-            return table.files[table.sources[name]]
-        return self._read_now(f"{FOLDERS['eval']}/{name}.jsonl")
+        return self._named(file_name(name, 0))
 
     def _file(self, source: str, step: int) -> IndexedFile:
-        if source not in (TRAIN, SKIPPED):
-            file = self.evaluation(source)
-            if file.place.step != step:
-                raise ViewError(f"{source} is an evaluation of step {file.place.step}, not {step}")
-            return file
-        name = f"{FOLDERS[source]}/step-{step:06d}.jsonl"
-        known = {file.name: file for file in self.current_table().files}
-        return known[name] if name in known else self._read_now(name)
+        file = self._named(file_name(source, step))
+        if file.place.step != step:
+            raise ViewError(f"{source} is an evaluation of step {file.place.step}, not {step}")
+        return file
 
-    def _read_now(self, name: str) -> IndexedFile:
-        """A file that is not indexed yet."""
+    def _named(self, name: str) -> IndexedFile:
+        """A rollout file, which may not be indexed yet."""
+        table = self.current_table()
+        if name in table.numbers:
+            return table.files[table.numbers[name]]
         stamp = stamp_of(self.folder.root / name)
         if place_of(name) is None or stamp is None:
             raise ViewError(f"there is no {name.removesuffix('.jsonl')}")
-        content = read_file(self.folder, name)
-        return IndexedFile(-1, name, repr(stamp), content.rows, content.prompts, content.problems)
+        return read_file(self.folder, name, repr(stamp))[0]
 
     def line(self, file: IndexedFile, index: int) -> dict[str, Any]:
         """One line of a rollout file. Numbers that are not finite are None."""
-        position = int(np.searchsorted(file.rows["index"], index))
-        if position >= len(file.rows) or file.rows["index"][position] != index:
+        position = file.position(index)
+        if position is None:
             raise ViewError(f"{file.name} has no rollout {index}, or its line cannot be read")
-        row = file.rows[position]
         with self.folder.open(file.name) as opened:
-            opened.seek(int(row["start"]))
-            value = parsed_line(opened.read(int(row["size"])))
+            opened.seek(int(file.rows["start"][position]))
+            value = json_object(opened.read(int(file.rows["size"][position])))
         if value is None or is_deeper(value, MAX_DEPTH):
             raise ViewError(f"line {index + 1} of {file.name} cannot be read, or has changed: load the page again")
         return cleaned(value)
@@ -457,25 +425,32 @@ class RunView:
         return table, problem, contexts
 
     def _step_arrays(self, file: IndexedFile) -> dict[str, np.ndarray]:
-        """The arrays of a training step. The latest are kept."""
+        """The arrays of a training step."""
         stamp = stamp_of((self.folder.root / file.name).with_suffix(".npz"))
-        with self._lock:
-            known = self._arrays.get(file.name)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        arrays = read_arrays(self.folder, file.name)
+        arrays = step_arrays(self.folder, file.name, stamp)
         lines = int(file.rows["index"][-1]) + 1 if len(file.rows) else 0
         if len(arrays["offsets"]) <= lines:
             raise ValueError("the files do not match")
-        with self._lock:
-            self._arrays[file.name] = stamp, arrays
-            while len(self._arrays) > KEPT_ARRAYS:
-                self._arrays.popitem(last=False)
         return arrays
 
 
-def _names(place: Place) -> dict[str, Any]:
-    return {"name": place.source, "step": place.step, "label": place.label, "split": place.split}
+def shown_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": facts["run"], **{key: facts.get(key) for key in FACTS}}
+
+
+def evaluation_facts(place: Place, file: IndexedFile | None) -> dict[str, Any]:
+    """`file`: None if it is not indexed yet."""
+    return {
+        **{"name": place.source, "step": place.step, "label": place.label, "split": place.split},
+        "count": None if file is None else len(file.rows),
+        "correct": None if file is None else int((file.rows["status"] == OK).sum()),
+    }
+
+
+@lru_cache(KEPT_ARRAYS)
+def step_arrays(folder: RunFolder, name: str, stamp: Stamp | None) -> dict[str, np.ndarray]:
+    """The arrays of a training step. The latest are kept; `stamp` is that of their file."""
+    return read_arrays(folder, name)
 
 
 def curve(xs: np.ndarray, ys: np.ndarray, limit: int) -> dict[str, list[float]]:
@@ -497,16 +472,4 @@ def shortened(problems: Sequence[str]) -> list[str]:
 
 def plain(value: Any) -> Any:
     """The value as JSON can express it: numbers that are not finite are None."""
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if isinstance(value, str):
-        return str(value)
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    return str(value)
+    return to_json(value, non_finite=lambda number: None)

@@ -7,11 +7,13 @@ out of the folder by a symbolic link are refused, and so is everything that is n
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +22,7 @@ import numpy as np
 from assay.runs.diagnose.history import FIRST
 from assay.runs.directory import is_locked, state_of
 from assay.runs.facts import RunParts, facts_of
-from assay.runs.files import from_json
+from assay.runs.files import from_json, json_lines
 from assay.types import describe_error, hide_credentials
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
@@ -28,7 +30,7 @@ MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
 MAX_LINE = 16 * 2**20  # bytes of a line of metrics
 MAX_VALUES = 2_000_000  # of metrics that are kept for curves
 MAX_DAMAGED = 1000  # lines of metrics that are listed as problems
-BATCH = 10_000  # rows that are read before they are moved to the columns
+BATCH = 2_000  # rows that are read before they are moved to the columns
 NUMBERS = {int, float}  # types of the values of metrics
 DIAGNOSED = 10_000  # last training steps that the doctor examines, besides the first ones
 MAX_DEPTH = 100  # of nested lists and dictionaries
@@ -62,7 +64,7 @@ def stamp_of(path: Path) -> Stamp | None:
 def finite_number(value: Any) -> float | None:
     """The value as a number, if it is a finite one; also of "NaN" and the like, which stand for numbers in files."""
     value = from_json(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
         return None
     return value if isinstance(value, float) or abs(value) <= LARGEST else None
 
@@ -236,7 +238,7 @@ class MetricsFile:
         self.problems: list[str] = []
         self._steps: list[dict[str, Any]] = []  # the first and the last training steps
         self._lines = self._rows = 0
-        self._new: dict[tuple[str, ...], list[tuple[float, ...]]] = {}  # by metrics: row number and values
+        self._new: dict[str, list[tuple[int, float]]] = {}  # by metric: row numbers and values
         self._max_values = MAX_VALUES
         self._tail = b""  # the last bytes that were read
         self._points: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
@@ -298,23 +300,19 @@ class MetricsFile:
         self._points = {}
         self.problems = list(self.problems)  # others may still use the old ones
         self.incomplete = False
-        while line := file.readline(MAX_LINE):
-            size, end = len(line), line
-            while len(end) == MAX_LINE and not end.endswith(b"\n"):  # skip the rest of a line that is too long
-                end = file.readline(MAX_LINE)
-                size += len(end)
-            if not end.endswith(b"\n"):
+        for line in json_lines(file, MAX_LINE, _DECODE):
+            if not line.is_complete:
                 self.incomplete = True
                 break
-            self.size += size
-            self._tail = end[-256:]
+            self.size += line.size
+            self._tail = line.content[-256:]
             self._lines += 1
-            if size > len(line):
+            if line.size > len(line.content):
                 self._add_problem(f"longer than {MAX_LINE >> 20} MiB")
-            elif (row := _metrics_row(line)) is None:
+            elif line.value is None or type(line.value.get("step")) is not int:
                 self._add_problem("not a line of metrics")
             else:
-                self._add(row)
+                self._add(line.value)
         self._extend_columns()
 
     def _add_problem(self, problem: str) -> None:
@@ -326,31 +324,23 @@ class MetricsFile:
     def _add(self, row: dict[str, Any]) -> None:
         if "reward/mean" in row:
             self._steps.append(row)
-        if not set(map(type, row.values())) <= NUMBERS:
-            row = {name: value for name, value in row.items() if type(value) in NUMBERS}
-        self._new.setdefault(tuple(row), []).append((self._rows, *row.values()))
+        for name, value in row.items():
+            if type(value) in NUMBERS and abs(value) < math.inf:
+                self._new.setdefault(name, []).append((self._rows, value))
         self._rows += 1
         if self._rows % BATCH == 0:
             self._extend_columns()
 
     def _extend_columns(self) -> None:
         """Move new rows to the columns, and drop what is not needed of earlier ones."""
-        parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-        for names, rows in self._new.items():
-            numbers, *values = np.array(rows, dtype=float).T
-            for name, column in zip(names, values, strict=True):
-                finite = np.isfinite(column)
-                if finite.any():
-                    parts.setdefault(name, []).append((numbers[finite], column[finite]))
-        self._new = {}
-        for name, columns in parts.items():
-            numbers, column = map(np.concatenate, zip(*columns, strict=True))
-            order = np.argsort(numbers)
-            self.last[name] = float(column[order[-1]])
+        for name, pairs in self._new.items():
+            numbers, values = np.array(pairs, dtype=float).T
             before = self.columns.get(name, (np.empty(0), np.empty(0)))
-            self.columns[name] = np.append(before[0], numbers[order]), np.append(before[1], column[order])
-        if "step" in parts:
+            self.columns[name] = np.append(before[0], numbers), np.append(before[1], values)
+            self.last[name] = float(values[-1])
+        if "step" in self._new:
             self.last["step"] = int(self.columns["step"][1].max())
+        self._new = {}
         del self._steps[FIRST:-DIAGNOSED]
         if sum(len(numbers) for numbers, _ in self.columns.values()) > self._max_values:
             self._thin()
@@ -384,15 +374,7 @@ def _exact_integer(text: str) -> int | None:
     return value if abs(value) <= LARGEST else None
 
 
-_DECODER = json.JSONDecoder(parse_int=_exact_integer)
-
-
-def _metrics_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = _DECODER.decode(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+_DECODE = partial(json.loads, parse_int=_exact_integer)
 
 
 def as_integers(values: np.ndarray) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""The index of a run's rollouts, in a SQLite file of the user's cache folder.
+"""The index of a run's rollouts, in the user's cache folder.
 
-Each rollout file has one row in the database, with arrays of what lists, filters and searches need. A row is valid for
-one size, time and inode of its files, so only new and changed files are read again. The index can be deleted at any
-time; a damaged one is rebuilt.
+Each rollout file has one file in the index, with arrays of what lists, filters and searches need. It is valid for one
+size, time and inode of the rollout file, so only new and changed files are read again. The index can be deleted at any
+time; damaged files of it are replaced.
 
-Texts are stored without case, one after the other, and searched from the beginning to the end. A trigram index (FTS5)
-of 100,000 answers was three times slower for frequent words, and took a hundred times longer to build.
+Lists are filtered and ordered with NumPy (see `table`). SQLite took ten times as long: 140 to 180 ms for a sorted page
+of 100,000 rollouts, and as much for a search with many hits, in addition to the scan of the texts. Texts are stored
+without case, one after the other, and searched from the beginning to the end. A trigram index (FTS5) of 100,000 answers
+was three times slower for frequent words, and took a hundred times longer to build.
 """
 
 from __future__ import annotations
@@ -14,35 +16,35 @@ import hashlib
 import json
 import os
 import re
-import sqlite3
+import shutil
 import tempfile
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from assay.runs.rollouts import SCHEMA
+from assay.runs.files import JsonLine, json_lines
+from assay.runs.rollouts import DAMAGE, SCHEMA
 from assay.types import Finish, Status, describe_error
 from assay.web.folder import Refused, RunFolder, finite_number, stamp_of
 
-VERSION = 2  # of the database; another version is rebuilt
+VERSION = 3  # of the index; others are not read
 TRAIN = "train"  # name of the source of training rollouts; evaluations are named after their files
 SKIPPED = "skipped"  # batches whose update was skipped
 FOLDERS = {TRAIN: "rollouts", SKIPPED: "skipped", "eval": "evals"}
 STATUSES = ("", *map(str, Status))  # by code; 0 for answers without a verdict
 FINISHES = ("", *map(str, Finish))
 LABELS = ("start", "before", "eval", "after")  # of evaluations, in the order in which they take place
-PREVIEW = 240  # bytes
+PREVIEW = 240  # characters
 MAX_TEXT = 200_000  # characters of an answer that can be searched
 MAX_QUESTION = 4_000
-MAX_LINE = 64 * 2**20  # bytes of one rollout
 MAX_ARRAYS = 2**31  # bytes of the arrays of one step
 LISTED = 5  # problems of a file
 UNUSED_DAYS = 60  # after which the index of a run is deleted
@@ -51,39 +53,30 @@ ROW = np.dtype(
     [
         *(("index", "i4"), ("start", "i8"), ("size", "i4"), ("group", "i4"), ("sample", "i4"), ("prompt", "i4")),
         *(("status", "u1"), ("finish", "u1"), ("truncated", "?"), ("version", "i4"), ("turns", "i4")),
-        *(("length", "i4"), ("reward", "f8"), ("advantage", "f8"), ("text_end", "i8"), ("preview_end", "i8")),
+        *(("length", "i4"), ("reward", "f8"), ("advantage", "f8"), ("text_end", "i8")),
         ("question", "u8"),  # equal for the same id, messages and gold answer; of evaluations only
     ]
 )
 _CODES = {name: code for code, name in enumerate(STATUSES)}
 _FINISH_CODES = {name: code for code, name in enumerate(FINISHES)}
 _STEP_FILE = re.compile(r"step-(\d{6,9})(?:-(.+))?\.jsonl")
-_DAMAGE = (
-    "malformed",
-    "not a database",
-    "no such table",
-    "no such column",
-    "disk image",
-    "encrypted",
-    "decode to UTF-8",
-)
-_TABLES = (
-    "CREATE TABLE files (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, stamp TEXT, rows BLOB, prompts TEXT, "
-    "problems TEXT, digest BLOB, previews BLOB)",
-    "CREATE TABLE texts (id INTEGER PRIMARY KEY, texts BLOB)",
-)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IndexedFile:
-    """The rollouts of one step or evaluation."""
+    """The rollouts of one step or evaluation. A file that has changed becomes a new object."""
 
-    id: int  # in the database
     name: str  # e.g. rollouts/step-000012.jsonl
-    stamp: str
+    stamp: str  # size, time and inode of the file
     rows: np.ndarray  # of type ROW
-    prompts: list[tuple[str, str]]  # id and question; `prompt` of a row is a position in this list
-    problems: list[str]
+    previews: Sequence[str]  # the beginning of each answer
+    prompts: Sequence[tuple[str, str]]  # id and question; `prompt` of a row is a position in this list
+    problems: Sequence[str]
+
+    def position(self, index: int) -> int | None:
+        """The row of a line; None if the line is missing or damaged."""
+        position = int(np.searchsorted(self.rows["index"], index))
+        return position if position < len(self.rows) and self.rows["index"][position] == index else None
 
     @cached_property
     def place(self) -> Place:
@@ -125,15 +118,11 @@ def place_of(name: str) -> Place | None:
     return Place(file.removesuffix(".jsonl"), int(match[1]), label, split)
 
 
-@dataclass
-class Content:
-    """What is stored for a rollout file."""
-
-    rows: np.ndarray
-    texts: bytes
-    previews: bytes
-    prompts: list[tuple[str, str]]
-    problems: list[str]
+def file_name(source: str, step: int) -> str:
+    """The name of a rollout file; see `Place`."""
+    if source in (TRAIN, SKIPPED):
+        return f"{FOLDERS[source]}/step-{step:06d}.jsonl"
+    return f"{FOLDERS['eval']}/{source}.jsonl"
 
 
 # Reading rollout files
@@ -142,107 +131,93 @@ class Content:
 def nothing() -> None: ...
 
 
-def read_file(folder: RunFolder, name: str, pause: Callable[[], None] = nothing) -> Content:
-    """Read the lines of a rollout file, and check that its arrays match. Problems are described, not raised.
+def read_file(
+    folder: RunFolder, name: str, stamp: str = "", pause: Callable[[], None] = nothing
+) -> tuple[IndexedFile, bytes]:
+    """Read a rollout file, and check that its arrays match. Problems are described, not raised.
 
-    `pause` is called after each line.
+    Also returns its texts, as `fold` returns them, each with END after it. `pause` is called after each line.
     """
     has_arrays = not name.startswith(f"{FOLDERS['eval']}/")
-    reader = _Reader(with_questions=not has_arrays)
+    reader = _Reader(name, with_questions=not has_arrays)
     try:
         with folder.open(name) as file:
-            reader.read(file, name, pause)
+            for line in json_lines(file):
+                reader.add(line)
+                pause()
     except OSError as error:
         reader.problems.append(reason_of(name, error))
+    if reader.damaged > LISTED:
+        reader.problems.append(f"{name}: {reader.damaged} lines cannot be read")
+    if reader.schema > SCHEMA:
+        reader.problems.append(newer_schema(name, reader.schema))
     if has_arrays and (problem := arrays_problem(folder, name, reader.lines)):
         reader.problems.append(problem)
-    return reader.content()
+    rows, prompts = np.array(reader.rows, ROW), list(reader.prompts.items())
+    return IndexedFile(name, stamp, rows, reader.previews, prompts, reader.problems), b"".join(reader.texts)
 
 
 def reason_of(name: str, error: BaseException) -> str:
     return str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
 
 
+def newer_schema(name: str, version: int) -> str:
+    return f"{name} has schema version {version}, newer than {SCHEMA}: read it with a newer assay"
+
+
 class _Reader:
-    def __init__(self, with_questions: bool) -> None:
-        self._with_questions = with_questions
-        self.lines = 0
+    def __init__(self, name: str, with_questions: bool) -> None:
+        self._name, self._with_questions = name, with_questions
+        self.lines = self.damaged = 0
+        self.schema = 1  # the newest
         self.problems: list[str] = []
-        self._rows: list[tuple[Any, ...]] = []
-        self._texts: list[bytes] = []
-        self._previews: list[bytes] = []
-        self._text_end = self._preview_end = 0
-        self._prompts: dict[str, tuple[int, str]] = {}
+        self.rows: list[tuple[Any, ...]] = []
+        self.texts: list[bytes] = []
+        self.previews: list[str] = []
+        self.prompts: dict[str, str] = {}  # questions by id
+        self._numbers: dict[str, int] = {}  # of prompts
+        self._text_end = 0
 
-    def read(self, file: IO[bytes], name: str, pause: Callable[[], None]) -> None:
-        start, bad, newest = 0, 0, 1
-        while line := file.readline(MAX_LINE):
-            is_complete = line.endswith(b"\n")
-            value = parsed_line(line)
-            if value is None:
-                bad += 1
-                what = "is not a rollout" if is_complete else "is incomplete"
-                if bad <= LISTED:
-                    self.problems.append(f"{name}, line {self.lines + 1}: {what}")
-            else:
-                newest = max(newest, integer(value.get("schema"), 1))
-                self._add(value, start, len(line))
-            start += len(line)
-            self.lines += 1
-            pause()
-        if bad > LISTED:
-            self.problems.append(f"{name}: {bad} lines cannot be read")
-        if newest > SCHEMA:
-            self.problems.append(f"{name} has schema version {newest}, newer than {SCHEMA}: read it with a newer assay")
+    def add(self, line: JsonLine) -> None:
+        self.lines = line.number
+        if line.value is not None:
+            self._add_rollout(line.value, line)
+            return
+        self.damaged += 1
+        if self.damaged <= LISTED:
+            what = "is not a rollout" if line.is_complete else "is incomplete"
+            self.problems.append(f"{self._name}, line {line.number}: {what}")
 
-    def _add(self, line: Mapping[str, Any], start: int, size: int) -> None:
-        verdict = line["verdict"] if isinstance(line.get("verdict"), dict) else {}
-        text = line["text"] if isinstance(line.get("text"), str) else ""
+    def _add_rollout(self, value: Mapping[str, Any], line: JsonLine) -> None:
+        verdict = value["verdict"] if isinstance(value.get("verdict"), dict) else {}
+        text = value["text"] if isinstance(value.get("text"), str) else ""
         detail = verdict.get("detail")
-        searched = text[:MAX_TEXT] + (f"\n{detail[:MAX_QUESTION]}" if isinstance(detail, str) else "")
-        folded = fold(searched)
-        preview = as_bytes(" ".join(text[: 4 * PREVIEW].split()))[:PREVIEW]
-        self._texts += folded, END
-        self._previews.append(preview)
+        folded = fold(text[:MAX_TEXT] + (f"\n{detail[:MAX_QUESTION]}" if isinstance(detail, str) else ""))
+        self.texts += folded, END
         self._text_end += len(folded) + 1
-        self._preview_end += len(preview)
-        turns = line.get("turns")
-        self._rows.append(
+        self.previews.append(" ".join(text[: 4 * PREVIEW].split())[:PREVIEW])
+        self.schema = max(self.schema, integer(value.get("schema"), 1))
+        prompt = str(value.get("prompt_id"))[:1000]
+        if prompt not in self.prompts:
+            self._numbers[prompt] = len(self.prompts)
+            self.prompts[prompt] = question_of(value.get("messages"))[:MAX_QUESTION]
+        turns = value.get("turns")
+        self.rows.append(
             (
-                *(self.lines, start, size, integer(line.get("group"), -1), integer(line.get("sample"))),
-                self._prompt(line),
+                *(line.number - 1, line.start, line.size),
+                *(integer(value.get("group"), -1), integer(value.get("sample"))),
+                self._numbers[prompt],
                 _CODES.get(_key(verdict.get("status")), 0),
-                _FINISH_CODES.get(_key(line.get("finish")), 0),
-                line.get("truncated") is True,
-                integer(line.get("version")),
+                _FINISH_CODES.get(_key(value.get("finish")), 0),
+                value.get("truncated") is True,
+                integer(value.get("version")),
                 len(turns) if isinstance(turns, list) else 1,
-                integer(line.get("length")),
-                *(_float(line.get(name)) for name in ("reward", "advantage")),
-                *(self._text_end, self._preview_end),
-                question_hash(line) if self._with_questions else 0,
+                integer(value.get("length")),
+                *(_float(value.get(name)) for name in ("reward", "advantage")),
+                self._text_end,
+                question_hash(value) if self._with_questions else 0,
             )
         )
-
-    def _prompt(self, line: Mapping[str, Any]) -> int:
-        """Position of the prompt among those of the file."""
-        identifier = str(line.get("prompt_id"))[:1000]
-        if identifier not in self._prompts:
-            self._prompts[identifier] = len(self._prompts), question_of(line.get("messages"))[:MAX_QUESTION]
-        return self._prompts[identifier][0]
-
-    def content(self) -> Content:
-        prompts = [(identifier, question) for identifier, (_, question) in self._prompts.items()]
-        rows = np.array(self._rows, ROW)
-        return Content(rows, b"".join(self._texts), b"".join(self._previews), prompts, self.problems)
-
-
-def parsed_line(line: bytes) -> dict[str, Any] | None:
-    """The object in a line of JSON; None if it is damaged."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def question_of(messages: Any) -> str:
@@ -265,13 +240,10 @@ def question_hash(line: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
-def as_bytes(text: str) -> bytes:
-    return text.encode("utf-8", "replace")  # lone surrogates, which are valid in JSON, become question marks
-
-
 def fold(text: str) -> bytes:
     """The text as it is searched: without case, and without the byte that ends a text."""
-    return as_bytes(text.casefold()).replace(END, b" ")
+    # Lone surrogates, which are valid in JSON, become question marks.
+    return text.casefold().encode("utf-8", "replace").replace(END, b" ")
 
 
 def integer(value: Any, default: int = 0) -> int:
@@ -287,7 +259,7 @@ def _float(value: Any) -> float:
     return float("nan") if number is None else float(number)
 
 
-ARRAY_ERRORS = (OSError, ValueError, LookupError, EOFError, MemoryError, NotImplementedError, zipfile.BadZipFile)
+ARRAY_ERRORS = (OSError, *DAMAGE)
 _ARRAY_HEADER = re.compile(rb"\{'descr': '([<|][biuf]\d)', 'fortran_order': False, 'shape': \((\d{0,12}),?\), \} *\n?")
 
 
@@ -334,11 +306,11 @@ def arrays_problem(folder: RunFolder, name: str, lines: int) -> str | None:
     with suppress(*ARRAY_ERRORS):  # files of version 1 have none
         newest = int(read_arrays(folder, name, ["schema"])["schema"][0])
         if newest > SCHEMA:
-            return f"{own} has schema version {newest}, newer than {SCHEMA}: read it with a newer assay"
+            return newer_schema(own, newest)
     return None
 
 
-# The database
+# The files of the index
 
 
 def cache_folder() -> Path:
@@ -353,140 +325,64 @@ def cache_folder() -> Path:
 
 def delete_unused(folder: Path, days: float = UNUSED_DAYS) -> None:
     """Delete indexes that were not used for a long time."""
-    for path in folder.glob("*.sqlite"):
+    for path in folder.iterdir():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > days * 86400:
-                _delete(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _delete(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
-
-
-def digest_of(*facts: Any) -> bytes:
-    return hashlib.blake2b(repr(facts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether the database must be rebuilt. A locked database or a full disk are no damage."""
-    if isinstance(error, UnicodeDecodeError):  # a text of the database itself, e.g. in its schema
-        return True
-    return isinstance(error, sqlite3.DatabaseError) and any(text in str(error) for text in _DAMAGE)
-
-
-@dataclass
 class Store:
-    """The database of one run. Each call opens it, so that threads and processes do not share connections."""
+    """The index of one run: a folder with one ZIP file for each rollout file. The checksums in it reveal damage."""
 
-    path: Path
-    damaged: bool = False  # found while reading; `RunIndex.update` then rebuilds it
-    _temporary: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, run_path: Path) -> Store:
+    def __init__(self, run_path: Path) -> None:
         """In the user's cache folder, or in a temporary one if that is not writable."""
-        name = hashlib.sha256(os.fsencode(run_path.resolve())).hexdigest()[:32] + ".sqlite"
-        with suppress(OSError, RuntimeError):  # there may be no home folder
-            folder = cache_folder()
-            delete_unused(folder)
-            path = folder / name
-            if path.is_file() or not os.path.lexists(path):
-                return cls(path)
-        temporary = tempfile.TemporaryDirectory(prefix="assay-view-")
-        return cls(Path(temporary.name) / name, _temporary=temporary)
-
-    def connect(self) -> closing[sqlite3.Connection]:
-        """A connection to a database with the current schema."""
-        connection = self._open()
+        name = hashlib.sha256(os.fsencode(run_path.resolve())).hexdigest()[:32]
         try:
-            found = connection.execute("PRAGMA user_version").fetchone()[0]
-            if found not in (0, VERSION):
-                raise sqlite3.DatabaseError("malformed: another version")
-            if found == 0:
-                connection.execute("PRAGMA journal_mode = WAL")
-                with connection:
-                    connection.execute("BEGIN IMMEDIATE")
-                    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'files'").fetchone():
-                        for table in _TABLES:
-                            connection.execute(table)
-                    connection.execute(f"PRAGMA user_version = {VERSION}")
-        except BaseException:
-            connection.close()
-            raise
-        return closing(connection)
+            delete_unused(cache_folder())
+            self.folder = cache_folder() / f"{name}-{VERSION}"
+            self.folder.mkdir(exist_ok=True)
+            os.utime(self.folder)
+        except (OSError, RuntimeError):  # there may be no home folder
+            self._temporary = tempfile.TemporaryDirectory(prefix="assay-view-")
+            self.folder = Path(self._temporary.name)
 
-    def _open(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=10.0, isolation_level=None)
-        connection.execute("PRAGMA synchronous = OFF")  # after a power failure, a damaged index is rebuilt
-        return connection
+    def path(self, name: str) -> Path:
+        return (self.folder / name).with_suffix(".zip")
 
-    def reset(self) -> None:
-        _delete(self.path)
-        self.damaged = False
+    def keep(self, names: Mapping[str, str]) -> set[Path]:
+        """Delete the files of other names. Returns the paths of those that are there."""
+        wanted, found = {self.path(name) for name in names}, set(self.folder.glob("*/*.zip"))
+        for path in found - wanted:
+            path.unlink(missing_ok=True)
+        return found & wanted
 
-    def load(self, known: Mapping[int, IndexedFile]) -> dict[int, IndexedFile]:
-        """All files of the index. Those that are known already are not read again."""
-        with self.connect() as connection:
-            ids = [row[0] for row in connection.execute("SELECT id FROM files")]
-            fresh = [number for number in ids if number not in known]
-            query = "SELECT id, digest, name, stamp, rows, prompts, problems FROM files WHERE id = ?"
-            rows = [connection.execute(query, (number,)).fetchone() for number in fresh]
-        loaded = {row[0]: self._file(*row) for row in rows if row}
-        return {number: known.get(number) or loaded[number] for number in ids if number in known or number in loaded}
+    def load(self, name: str, stamp: str) -> IndexedFile | None:
+        """None if there is nothing about this state of the rollout file, or if it is damaged."""
+        with suppress(*ARRAY_ERRORS), zipfile.ZipFile(self.path(name)) as members:
+            facts = json.loads(members.read("facts"))
+            if facts.pop("stamp") == stamp:
+                return IndexedFile(name, stamp, np.frombuffer(members.read("rows"), ROW), **facts)
+        return None
 
-    def _file(
-        self, number: int, digest: bytes, name: str, stamp: str, rows: bytes, prompts: str, problems: str
-    ) -> IndexedFile:
-        if digest != digest_of(name, stamp, rows, prompts, problems):
-            raise sqlite3.DatabaseError("malformed: a row was changed")
-        pairs = [(identifier, question) for identifier, question in json.loads(prompts)]
-        return IndexedFile(number, name, stamp, np.frombuffer(rows, ROW), pairs, json.loads(problems))
+    def save(self, file: IndexedFile, texts: bytes) -> None:
+        path, temporary = self.path(file.name), self.folder / f"{threading.get_native_id()}.tmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = {name: getattr(file, name) for name in ("stamp", "previews", "prompts", "problems")}
+        with zipfile.ZipFile(temporary, "w") as members:
+            members.writestr("facts", json.dumps(facts))
+            members.writestr("rows", file.rows.tobytes())
+            members.writestr("texts", texts)
+        os.replace(temporary, path)
 
-    def write(self, name: str, stamp: str, content: Content) -> None:
-        facts = (name, stamp, content.rows.tobytes(), json.dumps(content.prompts), json.dumps(content.problems))
-        with self.connect() as connection, connection:
-            connection.execute("BEGIN IMMEDIATE")
-            found = connection.execute("SELECT id, stamp FROM files WHERE name = ?", (name,)).fetchone()
-            if found is not None and found[1] == stamp:  # another process was faster
-                return
-            if found is not None:
-                self._delete_rows(connection, found[0])
-            insert = "INSERT INTO files (name, stamp, rows, prompts, problems, digest, previews) VALUES (?,?,?,?,?,?,?)"
-            number = connection.execute(insert, (*facts, digest_of(*facts), content.previews)).lastrowid
-            connection.execute("INSERT INTO texts VALUES (?, ?)", (number, content.texts))
-
-    def delete(self, ids: Sequence[int]) -> None:
-        with self.connect() as connection, connection:
-            connection.execute("BEGIN IMMEDIATE")
-            for number in ids:
-                self._delete_rows(connection, number)
-
-    def _delete_rows(self, connection: sqlite3.Connection, number: int) -> None:
-        for table in ("texts", "files"):
-            connection.execute(f"DELETE FROM {table} WHERE id = ?", (number,))
-
-    def texts(self, number: int) -> bytes:
-        """The texts of a file, as `fold` returns them, each with END after it; empty if it was deleted."""
-        return self._blobs("SELECT texts FROM texts WHERE id = ?", [(number,)])[0]
-
-    def previews(self, wanted: Sequence[tuple[int, int, int]]) -> list[str]:
-        """The beginnings of answers, by file, first byte and end."""
-        places = [(start + 1, end - start, number) for number, start, end in wanted]
-        found = self._blobs("SELECT substr(previews, ?, ?) FROM files WHERE id = ?", places)
-        return [blob.decode("utf-8", "ignore") for blob in found]
-
-    def _blobs(self, query: str, parameters: Sequence[tuple[int, ...]]) -> list[bytes]:
-        """The blob that each query finds; empty if there is none, or if the database is damaged."""
+    def texts(self, file: IndexedFile) -> bytes:
+        """The texts of a file, see `read_file`; empty if they are damaged, so that `RunIndex` must read it again."""
         try:
-            with self.connect() as connection:
-                found = [connection.execute(query, values).fetchone() for values in parameters]
-        except sqlite3.Error as error:
-            if not is_damage(error):
-                raise
-            self.damaged, found = True, [None] * len(parameters)
-        # A part of an empty blob is NULL.
-        return [row[0] if row and isinstance(row[0], bytes) else b"" for row in found]
+            with zipfile.ZipFile(self.path(file.name)) as members:
+                return members.read("texts")
+        except ARRAY_ERRORS:
+            with suppress(OSError):
+                self.path(file.name).unlink()
+            return b""
 
 
 class RunIndex:
@@ -495,49 +391,43 @@ class RunIndex:
     def __init__(self, folder: RunFolder, pause: Callable[[], None] = nothing) -> None:
         """`pause` is called often while files are read."""
         self.folder, self.pause = folder, pause
-        self.store = Store.of(folder.root)
+        self.store = Store(folder.root)
         self.names: dict[str, str] = {}  # stamps of the rollout files of the run, in the order in which they are read
-        self.files: dict[int, IndexedFile] = {}
+        self.files: dict[str, IndexedFile] = {}  # by name; replaced if there is a change
         self.problem: str | None = None  # of the index itself
-        self.complete = threading.Event()  # set when all files were read at least once
-        self._loaded = False
 
     def update(self, seconds: float = 0.5) -> bool:
         """Read new and changed files for some seconds. Returns whether there are more."""
         try:
             more = self._update(time.monotonic() + seconds)
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            if is_damage(error):
-                self.store.reset()
-                self.files, self._loaded = {}, False
-                return True
-            self.problem = f"the index {self.store.path} cannot be used ({describe_error(error)})"
+        except OSError as error:
+            self.problem = f"the index {self.store.folder} cannot be used ({describe_error(error)})"
             return False
         self.problem = None
-        if not more:
-            self.complete.set()
         return more
 
     def _update(self, deadline: float) -> bool:
-        if self.store.damaged:
-            raise sqlite3.DatabaseError("malformed: found while reading")
         self.names = dict(self._listed())
-        if not self._loaded:
-            self.files, self._loaded = self.store.load({}), True
-        current = {file.name: file.stamp for file in self.files.values()}
-        stale = [number for number, file in self.files.items() if file.name not in self.names]
-        if stale:
-            self.store.delete(stale)
-        waiting = [name for name, stamp in self.names.items() if current.get(name) != stamp]
-        done = 0
+        stored = self.store.keep(self.names)
+        files = {
+            name: file
+            for name, file in self.files.items()
+            if self.names.get(name) == file.stamp and self.store.path(name) in stored
+        }
+        waiting = [name for name in self.names if name not in files]
         for name in waiting:
-            self.store.write(name, self.names[name], read_file(self.folder, name, self.pause))
-            done += 1
-            if time.monotonic() > deadline:
+            known = self.store.load(name, self.names[name])
+            files[name] = known or self._read(name)
+            if known is None and time.monotonic() > deadline:
                 break
-        if done or stale:
-            self.files = self.store.load(self.files)
-        return done < len(waiting)
+        if files != self.files:
+            self.files = files
+        return len(files) < len(self.names)
+
+    def _read(self, name: str) -> IndexedFile:
+        file, texts = read_file(self.folder, name, self.names[name], self.pause)
+        self.store.save(file, texts)
+        return file
 
     def _listed(self) -> Iterator[tuple[str, str]]:
         """Names and stamps of the rollout files: training is the last, because its files are many."""
@@ -552,6 +442,6 @@ class RunIndex:
     @property
     def progress(self) -> dict[str, int]:
         """How many of the run's rollout files are in the index."""
-        current = {(file.name, file.stamp) for file in list(self.files.values())}
-        names = self.names
-        return {"done": sum(item in current for item in names.items()), "total": len(names)}
+        files, names = self.files, self.names
+        done = sum(name in files and files[name].stamp == stamp for name, stamp in names.items())
+        return {"done": done, "total": len(names)}

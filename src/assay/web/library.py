@@ -11,7 +11,7 @@ from typing import Any
 
 from assay.runs.directory import access_problem, unreadable_folders
 from assay.types import describe_error
-from assay.web.compare import Pairs, compare
+from assay.web.compare import compare
 from assay.web.data import RunView, ViewError, shortened
 from assay.web.folder import is_run_folder
 
@@ -68,7 +68,6 @@ class Library:
         self._refused: dict[str, str] = {}
         self._unreadable: dict[Path, list[str]] = {}  # by given folder
         self._indexer = Indexer()
-        self._pairs = Pairs()
 
     def views(self) -> list[RunView]:
         """All runs, in the order of the given folders; in a folder the oldest first."""
@@ -121,7 +120,7 @@ class Library:
     def compare(self, a: tuple[str, str], b: tuple[str, str], **options: Any) -> dict[str, Any]:
         """Compare evaluations, given as the id of a run and the name of the evaluation. See `compare.compare`."""
         sides = [(self.view(run), name) for run, name in (a, b)]
-        return compare(self._pairs, sides[0], sides[1], **options)
+        return compare(sides[0], sides[1], **options)
 
 
 def unique(name: str, taken: set[str]) -> str:

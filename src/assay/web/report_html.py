@@ -21,6 +21,7 @@ from assay import __version__
 from assay.runs.console import duration, percent, printable
 from assay.runs.facts import default_settings, flattened
 from assay.types import plural
+from assay.web.folder import finite_number
 from assay.web.samples import Samples, cut
 
 MAX_VALUE = 2000  # characters of a setting, a path, a name
@@ -105,17 +106,13 @@ def measured(evaluation: Any) -> tuple[float | None, float | None, float | None]
     own = evaluation if isinstance(evaluation, Mapping) else {}
     ends = own.get("ci95")
     low, high = ends if isinstance(ends, (list, tuple)) and len(ends) == 2 else (None, None)
-    return number(own.get("accuracy")), number(low), number(high)
-
-
-def number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if is_number else None
+    return finite_number(own.get("accuracy")), finite_number(low), finite_number(high)
 
 
 def summary(detail: Mapping[str, Any], paired: Mapping[str, Any] | None) -> Facts:
     totals = detail.get("summary") or {}
     planned = detail.get("steps_planned")
+    wall, answers = finite_number(detail.get("wall_s")), finite_number(totals.get("answers"))
     rows = [
         ("accuracy before", *accuracy(detail.get("before"))),
         ("accuracy after", *accuracy(detail.get("after"))),
@@ -123,8 +120,8 @@ def summary(detail: Mapping[str, Any], paired: Mapping[str, Any] | None) -> Fact
         ("questions", *questions(paired)),
         ("reward, last step", plain_number(detail.get("reward")), []),
         ("steps", f"{detail.get('steps', 0)}" + (f" of {planned}" if planned else ""), []),
-        ("time", duration(wall) if (wall := number(detail.get("wall_s"))) is not None else NONE, []),
-        ("answers sampled", f"{answers:,.0f}" if (answers := number(totals.get("answers"))) is not None else NONE, []),
+        ("time", NONE if wall is None else duration(wall), []),
+        ("answers sampled", NONE if answers is None else f"{answers:,.0f}", []),
         ("seed", "" if detail.get("seed") is None else str(detail["seed"]), []),
         ("started", str(detail.get("started") or NONE).replace("T", " ").replace("+00:00", " UTC"), []),
     ]
@@ -136,7 +133,7 @@ def accuracy(evaluation: Any) -> tuple[str, list[str]]:
     if value is None:
         return NONE, []
     interval = "" if low is None or high is None else f"{INTERVAL} {100 * low:.1f} to {100 * high:.1f}\u00a0%"
-    count = number(evaluation.get("n"))
+    count = finite_number(evaluation.get("n"))
     return percent(value), [*filter(None, (interval, plural(int(count), "question") if count else ""))]
 
 
@@ -156,7 +153,7 @@ def questions(paired: Mapping[str, Any] | None) -> tuple[str, list[str]]:
 
 
 def plain_number(value: Any) -> str:
-    known = number(value)
+    known = finite_number(value)
     return NONE if known is None else f"{known:.4g}"
 
 
@@ -171,7 +168,7 @@ def asked(messages: Sequence[Mapping[str, str]]) -> str:
 def rollout_facts(rollout: Mapping[str, Any]) -> str:
     facts = [
         f"reward {plain_number(rollout['reward'])}",
-        "" if number(rollout["advantage"]) is None else f"advantage {plain_number(rollout['advantage'])}",
+        "" if finite_number(rollout["advantage"]) is None else f"advantage {plain_number(rollout['advantage'])}",
         plural(int(rollout["length"]), "token") if isinstance(rollout["length"], int) else "",
         "cut off" if rollout["truncated"] else "",
     ]

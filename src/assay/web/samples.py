@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from assay.evals.stats import difference_interval
-from assay.web.compare import Pairing, Pairs, compare
+from assay.web.compare import compare, paired
 from assay.web.data import RunView, ViewError
 from assay.web.index import TRAIN, IndexedFile
 from assay.web.table import RolloutFilter
@@ -54,19 +52,14 @@ def first_and_last(view: RunView) -> tuple[IndexedFile, IndexedFile] | None:
 def paired_facts(view: RunView) -> dict[str, Any] | None:
     """Comparison of the answers before and after training: difference, interval, p-value; None if it is impossible."""
     files = first_and_last(view)
-    pairing = Pairs().get((view, files[0]), (view, files[1])) if files else None
+    pairing = paired(*files) if files else None
     if pairing is None or not pairing.keys:
         return None
-    was, now = shares(pairing)
+    was, now = pairing.shares
     counts = {name: list(pairing.changes.values()).count(name) for name in ("gained", "lost")}
     interval = difference_interval(was, now)
     return {**counts, "difference": float(now.mean() - was.mean()), "ci95": interval, "p_value": pairing.p_value,
             "questions": len(pairing.keys)}  # fmt: skip
-
-
-def shares(pairing: Pairing) -> tuple[np.ndarray, np.ndarray]:
-    first, second = (np.array([one.shares[key] for key in pairing.keys]) for one in (pairing.a, pairing.b))
-    return first, second
 
 
 def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], list[str]]:
@@ -88,10 +81,10 @@ def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], 
     kinds = [
         ("Best answers", f"highest rewards of {where}", RolloutFilter(**here), "reward", True, views // 3),
         ("Worst answers", f"lowest rewards of {where}", RolloutFilter(**here), "reward", False, views // 3),
-        ("Cut off", "answers that reached a length limit, latest first", RolloutFilter(source, truncated=True),
+        ("Cut off", "answers that reached a length limit, latest first", RolloutFilter(source=source, truncated=True),
          "step", True, views // 6),
         ("Without a readable answer", "status unparsable or no_answer, latest first",
-         RolloutFilter(source, statuses=UNREADABLE), "step", True, views // 6),
+         RolloutFilter(source=source, statuses=UNREADABLE), "step", True, views // 6),
     ]  # fmt: skip
     view.tokens(TOKENIZER_S)
     for title, about, wanted, sort, descending, with_tokens in kinds:
@@ -116,7 +109,7 @@ def listed_rollouts(view: RunView, wanted: RolloutFilter, sort: str, descending:
     if sort != "reward" or len(rewards) != 1 or wanted.source != TRAIN:
         return listed
     (reward,) = rewards
-    equal = replace(wanted, min_reward=reward, max_reward=reward)
+    equal = wanted.model_copy(update={"min_reward": reward, "max_reward": reward})
     return {**listed, "rows": view.rollouts(equal, "advantage", descending, 0, CANDIDATES)["rows"]}
 
 
@@ -129,7 +122,7 @@ def changed_questions(view: RunView, change: str, limits: ReportLimits) -> list[
     if files is None:
         return []
     names = [file.place.source for file in files]
-    listed = compare(Pairs(), (view, names[0]), (view, names[1]), change, limit=limits.samples)
+    listed = compare((view, names[0]), (view, names[1]), change, limit=limits.samples)
     if not listed["rows"]:
         return []
     about = {

@@ -11,44 +11,54 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from assay.web.activity import activity
-from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, fold
+from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, file_name, fold
 
 OK = STATUSES.index("ok")
 ALL_EVALUATIONS = "eval"  # as a source
 GAINED, LOST = 1, -1
 _RANK = {TRAIN: 0, SKIPPED: 1, ALL_EVALUATIONS: 2}  # order of the files
 CHANGES = {GAINED: "gained", LOST: "lost"}
-SORTS = ("step", "reward", "length", "advantage")
-PROMPT_SORTS = ("id", "pass_rate", "change", "seen")
 SEARCH_S = 0.11  # for one search; the next request with the same text continues it
 CACHED_SEARCHES = 16
 CACHED_TEXT = 512 * 2**20  # bytes of texts that are kept in memory
 QUESTION = 200  # characters that are shown in lists
+MAX_PARAMETER = 2000  # characters
+Text = Annotated[str, StringConstraints(max_length=MAX_PARAMETER, pattern=r"^[^\x00]*$")]
+Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-@dataclass(frozen=True)
-class RolloutFilter:
+def split_names(names: Any) -> Any:
+    return [name for name in names.split(",") if name] if isinstance(names, str) else names
+
+
+Names = Annotated[tuple[Text, ...], BeforeValidator(split_names)]
+
+
+class RolloutFilter(BaseModel):
     """Which rollouts are listed. None and empty values do not restrict."""
 
-    source: str = TRAIN
-    first_step: int | None = None
-    last_step: int | None = None
-    search: str = ""
-    prompt: str | None = None
-    statuses: tuple[str, ...] = ()
-    min_reward: float | None = None
-    max_reward: float | None = None
-    min_length: float | None = None
-    max_length: float | None = None
+    model_config = ConfigDict(populate_by_name=True, frozen=True)
+
+    source: Text = TRAIN
+    first_step: Annotated[Integer | None, Field(alias="from")] = None
+    last_step: Annotated[Integer | None, Field(alias="to")] = None
+    search: Text = ""
+    prompt: Text | None = None
+    statuses: Annotated[Names, Field(alias="status")] = ()
+    min_reward: Number | None = None
+    max_reward: Number | None = None
+    min_length: Number | None = None
+    max_length: Number | None = None
     truncated: bool | None = None
-    changed: str = ""  # gained, lost or any
+    changed: Literal["", "gained", "lost", "any"] = ""
 
 
 class RolloutTable:
@@ -59,12 +69,11 @@ class RolloutTable:
         self.rows = np.concatenate([file.rows for file in self.files]) if self.files else np.empty(0, ROW)
         self.file = np.repeat(np.arange(len(self.files)), counts)  # of each row
         self.step = np.repeat(np.array([file.place.step for file in self.files], np.int64), counts)
-        self.file_number = {file.id: number for number, file in enumerate(self.files)}
-        self.sources = {file.place.source: number for number, file in enumerate(self.files) if file.place.label}
-        self._number_prompts(counts)
+        self.numbers = {file.name: number for number, file in enumerate(self.files)}
+        self._number_prompts()
         self._compare_with_previous(counts)
 
-    def _number_prompts(self, counts: Sequence[int]) -> None:
+    def _number_prompts(self) -> None:
         """Number the prompts of all files; those with the same id are the same."""
         numbers: dict[str, int] = {}
         self.questions: list[str] = []
@@ -80,6 +89,11 @@ class RolloutTable:
         self.prompt_numbers = numbers
         self.prompt_ids = list(numbers)
         self.prompt = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        pairs = zip(self.prompt_ids, self.questions, strict=True)
+        self._folded_prompts = [fold(identifier) + END + fold(question) for identifier, question in pairs]
+        self.prompt_rank = np.empty(len(numbers), np.int64)  # position of each prompt in the order of ids
+        order = sorted(range(len(numbers)), key=lambda number: id_order(self.prompt_ids[number]))
+        self.prompt_rank[order] = np.arange(len(numbers))
 
     def _compare_with_previous(self, counts: Sequence[int]) -> None:
         """Group answers by prompt and time, and compare each with the majority at the previous time.
@@ -118,17 +132,6 @@ class RolloutTable:
             return 1 + splits.index(place.split)
         return 0 if place.source == TRAIN else -1
 
-    @cached_property
-    def prompt_rank(self) -> np.ndarray:
-        """Position of each prompt in the order of ids, where numbers count as numbers."""
-        keys = [
-            [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d{1,15})", identifier)]
-            for identifier in self.prompt_ids
-        ]
-        rank = np.empty(len(keys), np.int64)
-        rank[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-        return rank
-
     # Lists of rollouts
 
     def file_rows(self, source: str) -> slice:
@@ -138,20 +141,17 @@ class RolloutTable:
             begin = bisect_left(kinds, _RANK[source], key=_RANK.__getitem__)
             end = bisect_right(kinds, _RANK[source], key=_RANK.__getitem__)
         else:
-            begin, end = self.sources[source], self.sources[source] + 1
+            begin = self.numbers[file_name(source, 0)]
+            end = begin + 1
         return slice(int(self.first[begin]), int(self.first[end]))
 
     def number_of(self, source: str, step: int, index: int) -> int | None:
         """The number of a row; None if there is none."""
-        file = next(
-            (n for n, one in enumerate(self.files) if one.place.source == source and one.place.step == step), None
-        )
-        if file is None:
+        file = self.numbers.get(file_name(source, step))
+        if file is None or self.files[file].place.step != step:
             return None
-        indices = self.files[file].rows["index"]
-        position = int(np.searchsorted(indices, index))
-        there = position < len(indices) and indices[position] == index
-        return int(self.first[file]) + position if there else None
+        position = self.files[file].position(index)
+        return None if position is None else int(self.first[file]) + position
 
     def place_of_row(self, number: int) -> dict[str, Any]:
         place = self.files[self.file[number]].place
@@ -197,35 +197,21 @@ class RolloutTable:
         values = self.rows[sort][numbers].astype(float)
         return numbers[np.argsort(-values if descending else values, kind="stable")]
 
-    def row(self, number: int, preview: str) -> dict[str, Any]:
-        row, file = self.rows[number], self.files[self.file[number]]
+    def row(self, number: int) -> dict[str, Any]:
+        row, file = self.rows[number], self.file[number]
         prompt = int(self.prompt[number])
         return {
-            "source": file.place.source,
-            "step": file.place.step,
-            "index": int(row["index"]),
-            "group": int(row["group"]),
-            "sample": int(row["sample"]),
+            **self.place_of_row(number),
+            **{name: row[name].item() for name in ("group", "sample", "length", "truncated", "version", "turns")},
             "prompt_id": self.prompt_ids[prompt],
             "prompt_preview": self.questions[prompt][:QUESTION],
-            "preview": preview,
+            "preview": self.files[file].previews[number - self.first[file]],
             "status": STATUSES[row["status"]] or None,
             "reward": _number(row["reward"]),
             "advantage": _number(row["advantage"]),
-            "length": int(row["length"]),
-            "truncated": bool(row["truncated"]),
             "finish": FINISHES[row["finish"]] or None,
-            "version": int(row["version"]),
-            "turns": int(row["turns"]),
             "changed": CHANGES.get(int(self.changed[number])),
         }
-
-    def preview_place(self, number: int) -> tuple[int, int, int]:
-        """File, first byte and end of a row's preview."""
-        file = self.file[number]
-        is_first = number == self.first[file]
-        start = 0 if is_first else int(self.rows["preview_end"][number - 1])
-        return self.files[file].id, start, int(self.rows["preview_end"][number])
 
     # Prompts
 
@@ -248,9 +234,7 @@ class RolloutTable:
         change = share[ends - 1] - share[first]
         keep = np.arange(len(numbers))
         if search:
-            folded = fold(search)
-            found = self.matching_prompts(folded)
-            keep = np.flatnonzero(np.isin(numbers, found))
+            keep = np.flatnonzero(np.isin(numbers, self.matching_prompts(fold(search))))
         keys = {"id": self.prompt_rank[numbers], "pass_rate": passed, "change": change, "seen": seen}[sort][keep]
         keep = keep[np.lexsort((self.prompt_rank[numbers[keep]], -keys if descending else keys))]
         rows = [
@@ -270,18 +254,15 @@ class RolloutTable:
         ]
         return {"total": len(keep), "rows": rows}
 
-    @cached_property
-    def _folded_prompts(self) -> list[bytes]:
-        pairs = zip(self.prompt_ids, self.questions, strict=True)
-        return [fold(identifier) + END + fold(question) for identifier, question in pairs]
-
     def matching_prompts(self, folded: bytes) -> np.ndarray:
         """Numbers of the prompts with this text in their id or question."""
         return np.array([n for n, text in enumerate(self._folded_prompts) if folded in text], np.int64)
 
-    def prepare(self) -> None:
-        """Compute what the first request would have to wait for."""
-        assert self.prompt_rank is not None and self._folded_prompts is not None
+
+def id_order(identifier: str) -> list[tuple[int, int, str]]:
+    """A key to sort ids, in which numbers count as numbers."""
+    parts = re.split(r"(\d{1,15})", identifier)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def _number(value: Any) -> float | None:
@@ -291,33 +272,34 @@ def _number(value: Any) -> float | None:
 class TextSearch:
     """Searches the texts of answers, for a limited time per request. Results are kept, and continued later."""
 
-    def __init__(self, texts: Callable[[int], bytes]) -> None:
-        """`texts(id)`: the texts of a file."""
+    def __init__(self, texts: Callable[[IndexedFile], bytes]) -> None:
+        """`texts(file)`: the texts of a file."""
         self._read = texts
         self._lock = threading.Lock()
-        self._cached: OrderedDict[int, tuple[bytes, list[int]]] = OrderedDict()
+        self._cached: OrderedDict[IndexedFile, tuple[bytes, list[int]]] = OrderedDict()
         self._cached_bytes = 0
-        self._searches: OrderedDict[bytes, dict[int, np.ndarray]] = OrderedDict()
+        self._results = lru_cache(CACHED_SEARCHES)(self._new_search)
+
+    @staticmethod
+    def _new_search(folded: bytes) -> dict[IndexedFile, np.ndarray]:
+        """The rows that were found in each file."""
+        return {}
 
     def find(self, table: RolloutTable, text: str, seconds: float = SEARCH_S) -> tuple[np.ndarray, dict[str, int]]:
         """Whether each row has the text, in its answer or question; and how many files were searched so far."""
         folded = fold(text)
         deadline = time.monotonic() + activity.share(seconds)
         found = np.isin(table.prompt, table.matching_prompts(folded))
-        with self._lock:
-            results = self._searches.setdefault(folded, {})
-            self._searches.move_to_end(folded)
-            while len(self._searches) > CACHED_SEARCHES:
-                self._searches.popitem(last=False)
+        results = self._results(folded)
         done = fresh = 0
         for number in reversed(range(len(table.files))):  # the newest steps first
             file = table.files[number]
-            hits = results.get(file.id)
+            hits = results.get(file)
             if hits is None:
                 if fresh and time.monotonic() > deadline:
                     continue
                 fresh += 1
-                hits = results[file.id] = self._search(file, folded)
+                hits = results[file] = self._search(file, folded)
             done += 1
             found[table.first[number] + hits] = True
         return found, {"done": done, "total": len(table.files)}
@@ -335,15 +317,15 @@ class TextSearch:
 
     def _texts(self, file: IndexedFile) -> tuple[bytes, list[int]]:
         with self._lock:
-            if file.id in self._cached:
-                self._cached.move_to_end(file.id)
-                return self._cached[file.id]
-        texts, ends = self._read(file.id), file.rows["text_end"].tolist()
+            if file in self._cached:
+                self._cached.move_to_end(file)
+                return self._cached[file]
+        texts, ends = self._read(file), file.rows["text_end"].tolist()
         if not ends or len(texts) != ends[-1]:
             return b"", ends  # deleted in the meantime
         with self._lock:
-            if file.id not in self._cached:
-                self._cached[file.id] = texts, ends
+            if file not in self._cached:
+                self._cached[file] = texts, ends
                 self._cached_bytes += len(texts)
             while self._cached_bytes > CACHED_TEXT and len(self._cached) > 1:
                 self._cached_bytes -= len(self._cached.popitem(last=False)[1][0])

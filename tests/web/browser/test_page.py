@@ -235,18 +235,6 @@ def test_filters_change_the_list_and_the_address(tab: Tab, browser_runs: Path) -
     tab.until("document.querySelector('.pager .count')?.innerText.includes('of 40')")
 
 
-def test_verdicts_that_changed_are_those_of_the_files(tab: Tab, browser_runs: Path) -> None:
-    lines = {name: lines_of(browser_runs / "small" / "evals" / f"{name}.jsonl") for name in (BEFORE, AFTER)}
-    before, after = ([line["verdict"]["status"] == "ok" for line in lines[name]] for name in (BEFORE, AFTER))
-    gained = sum(new and not old for old, new in zip(before, after, strict=True))
-    lost = sum(old and not new for old, new in zip(before, after, strict=True))
-    assert gained and lost, "the run of this test must have both"
-    for change, count in (("gained", gained), ("lost", lost), ("any", gained + lost)):
-        page = tab.open(f"#/run/small/rollouts?source={AFTER}&changed={change}")
-        page.locator(".pager, .empty").wait_for()
-        assert (total(tab) if page.locator(".pager").count() else 0) == count
-
-
 def test_pages_of_rollouts(tab: Tab) -> None:
     page = tab.open("#/run/small/rollouts")
     assert len(rows(tab)) == 50 and tab.text(".pager .count") == "1 to 50 of 144 rollouts"
@@ -417,18 +405,6 @@ def test_reload_restores_every_view(tab: Tab) -> None:
         page.reload()
         tab.until(f"document.querySelector('main').innerText === {json.dumps(before)}")
         assert page.url == url
-
-
-def test_back_returns_to_the_filters(tab: Tab) -> None:
-    page = tab.open("#/run/small/rollouts?status=ok&min_reward=0.9")
-    first = rows(tab)
-    page.locator(".row-link").nth(3).click()
-    page.locator(".token").first.wait_for()
-    page.go_back()
-    page.locator(".pager").wait_for()
-    assert rows(tab) == first
-    assert page.locator("input[name=min_reward]").input_value() == "0.9"
-    assert page.locator(".chip[data-status=ok]").get_attribute("aria-pressed") == "true"
 
 
 def test_keyboard(tab: Tab) -> None:
@@ -630,9 +606,7 @@ def places(tab: Tab) -> list[tuple[str, int, int]]:
     return [(unquote(source), int(step), int(index)) for source, step, index in parts]
 
 
-@pytest.mark.parametrize(
-    "query", ["status=wrong&sort=length&order=desc", "search=1&min_length=2", "source=eval&sort=reward&order=desc", ""]
-)
+@pytest.mark.parametrize("query", ["status=wrong&sort=length&order=desc", "source=eval&search=1"])
 def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened(tab: Tab, query: str) -> None:
     tab.open(f"#/run/small/rollouts?{query}")
     tab.until("document.querySelectorAll('main tbody tr').length > 5 && !document.querySelector('main [role=status]')")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from assay.runs.files import from_json, unreadable
+from assay.runs.files import from_json, json_lines, json_object, unreadable
 from assay.runs.rollouts import rollout_path, rollout_steps
 
 METRICS = "metrics.jsonl"
@@ -49,7 +49,7 @@ class RunFiles:
     def document(self, name: str) -> dict[str, Any]:
         """The object in a JSON file; empty if it is missing or damaged."""
         content = self._read(self.path / name)
-        value = None if content is None else parsed(content)
+        value = None if content is None else json_object(content)
         if content is not None and value is None:
             self._problems[name] = f"{name} is damaged: it has no JSON object"
         return value or {}
@@ -70,11 +70,8 @@ class RunFiles:
         the run may be in progress, or was killed.
         """
         name = self.name(path)
-        lines = (self._read(path) or b"").split(b"\n")
-        end = lines.pop()
-        values = [parsed(line) for line in lines]
-        if end and (parsed(end) is not None or name != METRICS):
-            values.append(parsed(end))
+        lines = json_lines(io.BytesIO(self._read(path) or b""))
+        values = [line.value for line in lines if line.is_complete or line.value is not None or name != METRICS]
         if damaged := values.count(None):
             self._problems[name] = f"{name}: {damaged} of {len(values)} lines cannot be read"
         yield from (value for value in values if value is not None)
@@ -98,11 +95,3 @@ class RunFiles:
 
 def reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
-
-
-def parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
