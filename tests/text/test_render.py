@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
@@ -65,6 +65,7 @@ PROMPT = ask("What is 2+3?")
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
+@settings(max_examples=25)
 @given(completion=st.text(alphabet="abc 0123+=\\{}#.\n", max_size=20))
 def test_loss_masks_cover_completion_and_end_token(form: str, completion: str) -> None:
     tokenizer = FORMS[form]
@@ -117,7 +118,7 @@ def test_end_token_is_found_in_the_template_if_no_config_lists_it() -> None:
     assert renderer.decode([*FORMS["builtin"].encode("5"), end]) == "5"
 
 
-@pytest.mark.parametrize("form", ["llama3", "gemma", "chatml"])
+@pytest.mark.parametrize("form", ["llama3", "chatml"])
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_bos_is_added_once_if_expected(form: str, adds_bos: bool) -> None:
     tokenizer = tokenizer_for(form, adds_bos)
@@ -133,8 +134,7 @@ def test_bos_is_added_once_if_expected(form: str, adds_bos: bool) -> None:
     assert 1 not in Renderer(tokenizer, style="raw", add_bos=False).prompt_ids(PROMPT)
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-@pytest.mark.parametrize("form", ["llama3", "chatml"])
+@pytest.mark.parametrize(("form", "adds_bos"), [("llama3", False), ("chatml", True)])
 def test_batched_calls_equal_single_calls(form: str, adds_bos: bool) -> None:
     prompts = [PROMPT, Prompt("other", ({"role": "user", "content": "1 + 1?"},), answer="2")]
     for style in ("chat", "raw"):
