@@ -26,27 +26,17 @@ KINDS: dict[str, tuple[object, ...]] = {
     "qlora": ("--lora.rank", 8, "--lora.quantize", "nf4", "--optim.lr", 5e-3),
     "replay": ("--replay.groups", 8),
 }
-RUNS = [(kind, seed) for kind in KINDS for seed in (0, 1)]
+RUNS = [(kind, seed % 2) for seed, kind in enumerate(KINDS)]
 STEPS = 30
 ENVIRONMENT = """
 model = "preset:nano"
 device = "cpu"
-[env]
-name = "guess"
-max_tokens = 3
-args = {high = 4, tries = 3}
-[sampling]
-max_new_tokens = 9
-[train]
-steps = 40
-prompts = 16
-samples = 4
-[optim]
-lr = 2e-3
-[eval]
-final_examples = 200
-[reward]
-workers = 0
+env = {name = "guess", max_tokens = 3, args = {high = 4, tries = 3}}
+sampling.max_new_tokens = 9
+train = {steps = 40, prompts = 16, samples = 4}
+optim.lr = 2e-3
+eval.final_examples = 200
+reward.workers = 0
 """
 
 
@@ -80,15 +70,14 @@ def test_a_run_that_learns_has_no_cause(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_supervised_fine_tuning_has_no_cause(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("train", DEMO, "--name", "run", "--runs_dir", tmp_path, "--seed", seed, *SFT, "--sft.steps", 120)
+def test_supervised_fine_tuning_has_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("train", DEMO, "--name", "run", "--runs_dir", tmp_path, *SFT, "--sft.steps", 120)
     assert main([*map(str, words)]) == 0
     check(tmp_path, "run", capsys.readouterr().out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_environment_has_no_cause(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = SmallRuns(tmp_path)
     small.config.write_text(ENVIRONMENT)
