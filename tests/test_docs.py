@@ -20,6 +20,7 @@ from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, main, parse
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
+from assay.train import run as train_run
 from assay.types import UserError
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
@@ -325,6 +326,7 @@ def test_the_task_of_tasks_md_works_as_written(
 
 
 def test_the_classic_loop_of_algorithms_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
     (tmp_path / "classic.py").write_text(block("algorithms.md", "python", "class Classic(Trainer)"))
     monkeypatch.chdir(tmp_path)
     program = runpy.run_path("classic.py")

@@ -19,6 +19,7 @@ from small_run import CONFIG, SmallRuns
 from assay.cli.main import main
 from assay.runs.directory import read_metrics
 from assay.runs.rollouts import read_rollouts
+from assay.train import run as train_run
 from assay.types import Rollout
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -70,6 +71,7 @@ def code_lines(code: str) -> int:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
     SmallRuns(tmp_path)  # writes small.toml and its reward function
     return tmp_path
 

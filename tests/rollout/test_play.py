@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from processes import start
 
 from assay.bench import episodes as bench
 from assay.bench.episodes import Rounds
-from assay.engine import Event, Failed, Request, RequestError, SamplingParams, make_engine
+from assay.engine import Request, RequestError, SamplingParams, make_engine
 from assay.engine.client import ClientThread
 from assay.engine.sequence import BLOCK_SIZE
 from assay.envs import Env, make_env
@@ -510,63 +509,6 @@ def test_failed_request_is_raised_after_the_other_episodes_end(monkeypatch: pyte
     with pytest.raises(RequestError, match=f"request '{going.id}': .*outside the vocabulary.*more requests failed"):
         part.collect(prompts, PARAMS, (0, 0))
     assert len(set(steps)) > 4
-    assert_nothing_left(part)
-
-
-def test_failed_request_drops_its_other_samples() -> None:
-    class Failing(WithoutHandles):
-        """Fails the first request once one of its samples has finished."""
-
-        failed = False
-
-        def __init__(self, engine: Any) -> None:
-            super().__init__(engine)
-            self.info, self.step = engine.info, self.failing_step
-            self.add = engine.add
-
-        def failing_step(self, wait: bool = True) -> list[Event]:
-            events = self.engine.step(wait)
-            first = [event for event in events if event.request_id == 0]
-            if not first or self.failed:
-                return events
-            self.failed = True
-            self.engine.abort([0])
-            self.engine.release(event.completion.handle for event in first[1:])
-            return [event for event in events if event not in first[1:]] + [Failed(0, "request 'x': broken")]
-
-    part = collector(Chatter(), max_batch=12)
-    engine: Any = part.engine
-    part.engine = Failing(engine)  # type: ignore[assignment]
-    with pytest.raises(RequestError, match="request 'x': broken") as raised:
-        part.collect(Chatter().prompts("train")[:6], PARAMS, (0, 0))
-    assert len(raised.value.errors) == 1
-    assert_nothing_left(replace(part, engine=engine))
-
-
-def test_batches_sharing_an_engine_are_independent() -> None:
-    class Stops(Chatter):
-        calls = 0
-
-        def step_all(self, episodes: Any, actions: Any) -> Any:
-            Stops.calls += 1
-            if Stops.calls > 6:
-                raise ValueError("stop")
-            return super().step_all(episodes, actions)
-
-    prompts = Chatter().prompts("train")[:8]
-    part = collector(Chatter(), max_batch=12)
-    expected = as_data(part.collect(prompts, PARAMS, (0, 0)))
-    engine: Any = part.engine
-    thread = ClientThread(engine)
-    with ThreadPoolExecutor(2) as pool:
-        own, broken = (replace(part, thread=thread, env=env) for env in (Chatter(), Stops()))
-        found = pool.submit(own.collect, prompts, PARAMS, (0, 0))
-        stopped = pool.submit(broken.collect, prompts, PARAMS, (1, 0))
-        with pytest.raises(ValueError, match="stop"):
-            stopped.result(60)
-        assert as_data(found.result(60)) == expected
-        assert as_data(own.collect(prompts, PARAMS, (0, 0))) == expected
-    thread.close()
     assert_nothing_left(part)
 
 

@@ -179,18 +179,17 @@ def test_hub_datasets_of_math(monkeypatch):
     assert ("EleutherAI/hendrycks_math", "number_theory", "train") in requested
 
 
-def test_invalid_math_rows_are_user_errors(tmp_path):
-    write(tmp_path / "bad.jsonl", [{"problem": "?", "solution": "so it is \\boxed{4"}])
-    with pytest.raises(UserError, match=r"bad.jsonl:1: math: a row needs an answer"):
-        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
-    write(tmp_path / "bad.jsonl", [{"text": "?"}])
-    with pytest.raises(UserError, match='has no column "problem" or "question"; it has "text"'):
-        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
-
-
-def test_list_as_answer_is_a_user_error_that_names_the_row(tmp_path):
-    write(tmp_path / "rows.jsonl", [TEST[0], {**TEST[1], "answer": ["60"]}])
-    with pytest.raises(UserError, match=r'rows.jsonl:2: math: "answer" must be text or a number, not list'):
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "?", "solution": "so it is \\boxed{4"}, "rows.jsonl:2: math: a row needs an answer"),
+        ({"text": "?"}, 'has no column "problem" or "question"; it has "text"'),
+        ({**TEST[1], "answer": ["60"]}, 'rows.jsonl:2: math: "answer" must be text or a number, not list'),
+    ],
+)
+def test_invalid_math_rows_are_user_errors(tmp_path, row, message):
+    write(tmp_path / "rows.jsonl", [TEST[0], row])
+    with pytest.raises(UserError, match=message):
         make_task("math", str(tmp_path / "rows.jsonl")).prompts("all")
 
 

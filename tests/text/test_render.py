@@ -18,7 +18,6 @@ from assay.text import (
     few_shot_from_prompts,
     load_few_shot,
     read_text_file,
-    word_tokenizer,
 )
 from assay.types import Message, Prompt, UserError
 
@@ -260,13 +259,6 @@ def test_missing_end_token_is_reported_by_example() -> None:
     assert renderer.prompt_ids(PROMPT) and renderer.stop_token_ids == ()
     with pytest.raises(UserError, match="end-of-text"):
         renderer.example(PROMPT, "5")
-
-
-def test_word_level_examples() -> None:
-    renderer = Renderer(word_tokenizer(["How", "many", "?", "2", "+", "3", "=", "5", ";", "####"]))
-    ids, mask = renderer.example(ask("How many ?"), "2 + 3 = 5 ; #### 5")
-    assert mask == [0] * 5 + [1] * 9
-    assert renderer.decode(ids[5:]) == "2 + 3 = 5 ; #### 5"
 
 
 def test_smollm2_masks_and_default_system(smollm2: Tokenizer) -> None:

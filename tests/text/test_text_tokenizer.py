@@ -302,12 +302,6 @@ def test_saved_tokenizer_loads_in_transformers(tokenizer: Tokenizer, tmp_path) -
         assert getattr(reloaded, name) == getattr(tokenizer, name)
 
 
-def test_the_same_words_give_the_same_files(tmp_path) -> None:
-    for name in ("a", "b"):
-        word_tokenizer([*WORDS, *WORDS]).save(tmp_path / name)
-    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
-
-
 @pytest.mark.parametrize("words", [[], ["two words"], [""], ["a<eos>"]])
 def test_invalid_words_are_rejected(words: list[str]) -> None:
     with pytest.raises(UserError):
