@@ -50,9 +50,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_llama() -> tuple[Decoder, Tokenizer]:
-    """With heads of size 64, which all attention kernels have."""
+    """On a GPU with heads of size 64, which all attention kernels have."""
     tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
-    sizes = {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 384}
+    head = 64 if CUDA else 32
+    sizes = {"hidden": 4 * head, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": head, "intermediate": 6 * head}
     model = Decoder(ModelSpec("llama", vocab_size=tokenizer.vocab_size, max_length=512, tied=True, **sizes))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
