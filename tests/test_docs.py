@@ -325,6 +325,7 @@ def test_the_task_of_tasks_md_works_as_written(
     assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_classic_loop_of_algorithms_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
     (tmp_path / "classic.py").write_text(block("algorithms.md", "python", "class Classic(Trainer)"))

@@ -101,6 +101,7 @@ def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys
     assert "warning: the judge failed on some answers" in said and "which are not trained on: ZeroDivisionError" in said
 
 
+@pytest.mark.slow
 def test_warm_start_on_gold_episodes_as_documented(tmp_path: Path) -> None:
     """The settings of docs/environments.md, with fewer steps."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()

@@ -43,6 +43,7 @@ def test_a_resumed_run_equals_one_without_interruption(tmp_path: Path, dtype: st
     assert not (small.runs / "small" / "reference").exists()  # the base is the reference
 
 
+@pytest.mark.slow
 def test_the_probe_accepts_the_engine(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     assert small.train(*NF4, "--engine.verify", "probe") == 0
