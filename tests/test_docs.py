@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import io
 import json
@@ -10,39 +9,26 @@ import re
 import runpy
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from _pytest.mark.expression import Expression
+from docs_parts import BLOCK, ROOT, block, blocks, command_lines
 
 from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, main, parse
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
+from assay.train import run as train_run
 from assay.types import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
 PAGES = [page for page in PAGES if page.exists()]
-EXPECTED = {"quickstart", "tasks", "environments", "algorithms", "runs", "models", "configuration", "CONTRIBUTING"}
-EXPECTED |= {"recipes", "extending", "coming-from"}
-
 SCRIPTS = ("bench/recipes.py", "bench/trl_step.py", "bench/transformers_generate.py")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A path of the repository, as text or code: a known folder, then names. Placeholders in capitals are not paths.
 PLACE = re.compile(r"(?<![\w./-])(?:src|tests|configs|examples|docs|bench|dev)/[\w./-]*[\w/]")
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
-
-
-def command_lines(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line, comments=True) for line in lines]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -109,10 +95,6 @@ def every(items: list[Item]) -> Callable[[Callable[[Item], None]], Callable[[], 
     return test_of
 
 
-def test_all_pages_are_there() -> None:
-    assert {page.stem for page in PAGES} >= EXPECTED
-
-
 @every([(page, shlex.join(words)) for page in PAGES for words in commands(page) + script_commands(page)])
 def test_commands_parse(item: Item) -> None:
     check_command(shlex.split(item[1]))
@@ -128,12 +110,12 @@ def test_a_wrong_command_would_be_noticed(wrong: str) -> None:
         check_command(shlex.split(wrong))
 
 
-@every([(page, block) for page in PAGES for block in blocks(page, "toml")])
+@every([(page, code) for page in PAGES for code in blocks(page, "toml")])
 def test_settings_exist(item: Item) -> None:
     TrainConfig.model_validate(tomllib.loads(item[1]))
 
 
-@every([(page, block) for page in PAGES for block in blocks(page, "python")])
+@every([(page, code) for page in PAGES for code in blocks(page, "python")])
 def test_python_compiles(item: Item) -> None:
     compile(item[1], item[0].name, "exec")
 
@@ -177,52 +159,15 @@ def test_named_tests_exist(item: Item) -> None:
 PYTEST = re.compile(r"(?:^|`)(?:\.venv/bin/)?pytest (tests/[^`\n]*)", re.MULTILINE)
 
 
-def named_tests(file: Path) -> Iterator[tuple[str, set[str]]]:
-    """The names of the tests of a file, with the names of their markers."""
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            marks = [re.match(r"pytest\.mark\.(\w+)", ast.unparse(decorator)) for decorator in node.decorator_list]
-            yield node.name, {mark[1] for mark in marks if mark}
-
-
-def selects_tests(words: list[str]) -> bool:
-    """Whether a call of pytest selects any test, for names in the source: parametrized cases have no names there."""
-    filters = {option: Expression.compile(text) for option, text in pairwise(words) if option in ("-k", "-m")}
-
-    def selected(file: Path, function: str, name: str, marks: set[str]) -> bool:
-        keywords = " ".join([file.name, name, *marks]).lower()
-        wanted = {"-k": lambda word, **_: word.lower() in keywords, "-m": lambda word, **_: word in marks}
-        return name == (function or name) and all(filters[key].evaluate(wanted[key]) for key in filters)
-
-    for path, _, function in (word.partition("::") for word in words if word.startswith("tests/")):
-        files = sorted((ROOT / path).rglob("test_*.py")) if (ROOT / path).is_dir() else [ROOT / path]
-        if any(selected(file, function, *found) for file in files for found in named_tests(file)):
-            return True
-    return False
-
-
 @every([(page, command) for page in PAGES for command in PYTEST.findall(page.read_text())])
 def test_pytest_commands_select_tests(item: Item) -> None:
-    assert selects_tests(shlex.split(item[1])), "selects nothing"
-
-
-@pytest.mark.parametrize(
-    ("command", "selects"),
-    [
-        ("tests/train/test_kills.py -s -k death", False),
-        ("tests/train/test_kills.py -m 'slow and not gpu'", True),
-        ("tests/train/test_kills.py -m gpu", False),
-        ("tests/test_docs.py::test_no_such_name", False),
-        ("tests/test_docs.py::test_commands_parse -k parse", True),
-    ],
-)
-def test_a_pytest_command_that_selects_nothing_would_be_noticed(command: str, selects: bool) -> None:
-    assert selects_tests(shlex.split(command)) == selects
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda file: file.name)
-def test_example_configs_load(file: Path) -> None:
-    load_settings(TrainConfig, file, {})
+    """The tests and the words of `-k` that a command names occur in its files."""
+    path, *options = shlex.split(item[1])
+    path, _, test = path.partition("::")
+    words = set(re.findall(r"\w+", dict(pairwise(options)).get("-k", ""))) - {"not", "and", "or"}
+    files = [ROOT / path] if path.endswith(".py") else sorted((ROOT / path).rglob("test_*.py"))
+    text = "".join(f"{file.name} {file.read_text()}" for file in files)
+    assert f"def {test}" in text and all(word in text for word in words), "selects nothing"
 
 
 SECTIONS = {"dr_grpo": "Dr. GRPO", "ppo": "A critic (PPO)", "reinforce_pp": "REINFORCE++", "remax": "ReMax"}
@@ -235,26 +180,6 @@ def test_each_recipe_has_a_section(recipe: str) -> None:
     heading = SECTIONS.get(recipe, recipe)
     (section,) = [part for part in parts if part.splitlines()[0].lower() == heading.lower()]
     assert all(f"**{word}**" in section for word in ("Defaults", "When", "Watch"))
-
-
-def test_the_row_mapping_gives_problems(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    code = main(["data", "check", "jsonl", "--path", "examples/rows.jsonl", "--arg", "map=examples/rows.py:to_problem"])
-    found = json.loads(capsys.readouterr().out)
-    rows = len((ROOT / "examples" / "rows.jsonl").read_text().splitlines())
-    assert code == 0 and found["ok"] and found["gold"]["all"]["checked"] == rows
-
-
-def test_the_own_task_passes_its_gold_check(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert main(["data", "check", "examples/my_task.py:SortLetters"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert all(split["checked"] == split["problems"] > 0 for split in found["gold"].values())
-    assert all(report["n_shared"] == 0 for report in found["overlap_with_train"].values())
 
 
 ERRORS = [
@@ -276,10 +201,10 @@ def test_documented_error_messages_match_the_program(
 def write_coming_from_example(folder: Path) -> None:
     """The files of docs/coming-from.md, and a few problems in the columns that it names."""
     page = ROOT / "docs" / "coming-from.md"
-    for block in blocks(page, "python"):
-        if named := re.match(r"# (\w+\.py)\n", block):
-            (folder / named[1]).write_text(block)
-    (folder / "grpo.toml").write_text(next(block for block in blocks(page, "toml") if "grpo" in block))
+    for code in blocks(page, "python"):
+        if named := re.match(r"# (\w+\.py)\n", code):
+            (folder / named[1]).write_text(code)
+    (folder / "grpo.toml").write_text(next(code for code in blocks(page, "toml") if "grpo" in code))
     rows = [{"question": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(6) for b in range(6)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -303,8 +228,7 @@ def test_rewards_of_coming_from_judge_answers(
 
 
 def test_the_rewards_of_tasks_md_are_those_of_the_example() -> None:
-    (block,) = [block for block in blocks(ROOT / "docs" / "tasks.md", "python") if "def shorter" in block]
-    assert block in (ROOT / "examples" / "rewards.py").read_text()
+    assert block("tasks.md", "python", "def shorter") in (ROOT / "examples" / "rewards.py").read_text()
 
 
 @pytest.mark.slow
@@ -380,15 +304,10 @@ def test_documented_peak_memory_is_the_measured_memory(row: dict[str, str]) -> N
     assert row["measured speed"] == (f"{speed:,.0f} tokens/s" if speed else f"{found['step_s']:.2f} s per step")
 
 
-def block_with(page: str, text: str) -> str:
-    (block,) = [block for block in blocks(ROOT / "docs" / page, "python") if text in block]
-    return block
-
-
 def test_the_async_environment_of_environments_md_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "tool.py").write_text(block_with("environments.md", "async def step"))
+    (tmp_path / "tool.py").write_text(block("environments.md", "python", "async def step"))
     monkeypatch.chdir(tmp_path)
     assert main(["env", "check", "tool.py:Asking", "--task", "abacus", "-n", "3"]) == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("<ask>why?</ask>\n"))
@@ -399,15 +318,17 @@ def test_the_async_environment_of_environments_md_works_as_written(
 def test_the_task_of_tasks_md_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "task.py").write_text(block_with("tasks.md", "class SortLetters(Task)"))
+    (tmp_path / "task.py").write_text(block("tasks.md", "python", "class SortLetters(Task)"))
     monkeypatch.chdir(tmp_path)
     assert main(["data", "check", "task.py:SortLetters"]) == 0
     (tmp_path / "run.toml").write_text('model = "preset:nano"\ntask = "task.py:SortLetters"\nsft.steps = 1\n')
     assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_classic_loop_of_algorithms_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "classic.py").write_text(block_with("algorithms.md", "class Classic(Trainer)"))
+    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
+    (tmp_path / "classic.py").write_text(block("algorithms.md", "python", "class Classic(Trainer)"))
     monkeypatch.chdir(tmp_path)
     program = runpy.run_path("classic.py")
     short = {"train.steps": 2, "eval.final_examples": 10, "eval.examples": 5}
@@ -433,10 +354,10 @@ def test_settings_of_a_page_pass_the_dry_run(
     page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the Python files that the page shows beside them, and the task of tasks.md."""
-    (tmp_path / "task.py").write_text(block_with("tasks.md", "class SortLetters(Task)"))
-    (tmp_path / "mine.py").write_text(block_with("algorithms.md", "def half_norm"))
-    (tmp_path / "my_reward.py").write_text(block_with("tasks.md", "async def reward"))
-    (settings,) = [block for block in blocks(ROOT / "docs" / page, "toml") if text in block]
+    (tmp_path / "task.py").write_text(block("tasks.md", "python", "class SortLetters(Task)"))
+    (tmp_path / "mine.py").write_text(block("algorithms.md", "python", "def half_norm"))
+    (tmp_path / "my_reward.py").write_text(block("tasks.md", "python", "async def reward"))
+    settings = block(page, "toml", text)
     (tmp_path / "run.toml").write_text(BASE + settings)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -452,7 +373,7 @@ def test_complete_settings_of_a_page_pass_the_dry_run_alone(
 ) -> None:
     if "reasoning_gym" in text:
         pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
-    (settings,) = [block for block in blocks(ROOT / "docs" / page, "toml") if text in block]
+    settings = block(page, "toml", text)
     (tmp_path / "run.toml").write_text(settings)
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
@@ -474,18 +395,18 @@ def test_the_commands_and_the_mix_of_tasks_md_work_on_a_small_dataset(
     assert [words[1] for words in documented] == ["prepare", "check"]
     for words in documented:
         assert main(words) == 0, capsys.readouterr().err
-    (settings,) = [block for block in blocks(page, "toml") if 'name = "mix"' in block]
+    settings = block("tasks.md", "toml", 'name = "mix"')
     (tmp_path / "run.toml").write_text(settings)
     short = ["--train.steps", "1", "--eval.final_examples", "20", "--eval.examples", "10"]
     assert main(["train", "run.toml", *SMALL, *short, "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_the_row_mapping_of_tasks_md_is_the_example() -> None:
-    assert block_with("tasks.md", "def to_problem") in (ROOT / "examples" / "rows.py").read_text()
+    assert block("tasks.md", "python", "def to_problem") in (ROOT / "examples" / "rows.py").read_text()
 
 
 def test_the_verdicts_of_tasks_md_are_those_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = next(block for block in blocks(ROOT / "docs" / "tasks.md", "text") if '"verdict"' in block)
+    text = next(code for code in blocks(ROOT / "docs" / "tasks.md", "text") if '"verdict"' in code)
     shown = [json.loads(line) for line in text.splitlines()]
     rows = [{key: value for key, value in row.items() if key != "verdict"} for row in shown]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -498,7 +419,7 @@ def test_the_verdicts_of_tasks_md_are_those_of_the_program(tmp_path: Path, monke
 def test_the_loop_with_replay_of_algorithms_md_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = block_with("algorithms.md", "class Replayed(Trainer)")
+    code = block("algorithms.md", "python", "class Replayed(Trainer)")
     assert code.count('"optim.lr": 1e-4') == 1
     short = '"sft.steps": 2, "train.steps": 2, "eval.final_examples": 10, "eval.examples": 5'
     (tmp_path / "replayed.py").write_text(code.replace('"optim.lr": 1e-4', f'"optim.lr": 1e-4, {short}'))
@@ -519,7 +440,7 @@ def test_the_own_task_trains(
     output = output.replace(str(tmp_path), "runs")
     printed = {without_numbers(line) for line in output.splitlines()}
     documented = output_after(ROOT / "docs" / "quickstart.md", "assay train examples/my_task.toml")
-    (demo,) = [block for block in blocks(ROOT / "README.md", "") if block.startswith("abacus, test split")]
+    (demo,) = [code for code in blocks(ROOT / "README.md", "") if code.startswith("abacus, test split")]
     documented += demo.replace("demo", "my_task").splitlines()[1:]  # the first line names the task of the demo
     assert not {without_numbers(line) for line in documented if "eta" not in line} - printed
     summary = json.loads((tmp_path / "my_task" / "summary.json").read_text())

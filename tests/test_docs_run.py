@@ -9,36 +9,27 @@ import re
 import shlex
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from docs_parts import ROOT, block, command_lines
+from stub_endpoint import StubEndpoint, stub_endpoint
 
 from assay.cli.main import main
 from assay.runs.rollouts import read_rollouts
 from assay.train import run as train_run
 
-ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SMALL = 'model = {source = "preset:nano", tokenizer = "characters"}\nsampling.max_new_tokens = 8\n'
 ONE_STEP = ["--train.steps", "1", "--train.prompts", "2", "--train.samples", "2", "--eval.final_examples", "2"]
 
 
-def block(page: str, language: str, text: str) -> str:
-    """The only block of a page in this language that contains the text."""
-    source = (ROOT / "docs" / page).read_text()
-    (found,) = [code for kind, code in BLOCK.findall(source) if kind == language and text in code]
-    return found
-
-
 def command(page: str, text: str) -> list[str]:
-    """The only command of a page that contains the text, without `assay` and the comment."""
-    source = (ROOT / "docs" / page).read_text()
-    lines = [line for kind, code in BLOCK.findall(source) if kind == "bash" for line in code.splitlines()]
-    (found,) = [line for line in lines if line.startswith("assay") and text in line]
-    return shlex.split(found, comments=True)[1:]
+    """The only command of a page that contains the text, without `assay`."""
+    calls = [words[1:] for words in command_lines(ROOT / "docs" / page) if words[:1] == ["assay"]]
+    (found,) = [words for words in calls if text in " ".join(words)]
+    return found
 
 
 @pytest.fixture
@@ -75,38 +66,22 @@ def test_data_show_prints_mapped_rows(folder: Path, capsys: pytest.CaptureFixtur
     assert f"[answer] {first['result']}\n" in shown
 
 
+def is_right(body: dict[str, Any]) -> str:
+    """As a model that judges would answer: whether the response ends with the reference answer."""
+    reference, response, *_ = body["messages"][0]["content"].splitlines()
+    return "Yes." if response.endswith(reference.removeprefix("Reference answer: ")) else "No."
+
+
 @pytest.fixture
-def judge_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
-    """A server that says yes if the response ends with the reference answer; yields the requests it has received."""
-    received: list[dict] = []
-
-    class JudgeHandler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            received.append({"path": self.path, "key": self.headers["Authorization"], **body})
-            lines = body["messages"][0]["content"].splitlines()
-            right = lines[1].endswith(lines[0].removeprefix("Reference answer: "))
-            reply = {"choices": [{"message": {"role": "assistant", "content": "Yes." if right else "No."}}]}
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(reply).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), JudgeHandler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
-    yield received
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def judge_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubEndpoint]:
+    with stub_endpoint(is_right, key="secret") as server:
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+        yield server
 
 
 def test_the_judge_that_asks_a_model_judges_answers_and_passes_the_dry_run(
-    folder: Path, judge_server: list[dict], capsys: pytest.CaptureFixture[str]
+    folder: Path, judge_server: StubEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In its own processes, which get only the variables that the settings name."""
     (folder / "llm_judge.py").write_text(block("tasks.md", "python", "# llm_judge.py"))
@@ -117,7 +92,7 @@ def test_the_judge_that_asks_a_model_judges_answers_and_passes_the_dry_run(
     assert main(["score", "answers.jsonl", *words, "--out", "judged.jsonl"]) == 0, capsys.readouterr().err
     judged = [json.loads(line) for line in (folder / "judged.jsonl").read_text().splitlines()]
     assert [row["verdict"]["reward"] for row in judged] == [1.0, 0.0]
-    assert {(r["path"], r["key"]) for r in judge_server} == {("/v1/chat/completions", "Bearer secret")}
+    assert len(judge_server.requests) == 2 and not judge_server.problems
     (folder / "run.toml").write_text(SMALL + 'task = "abacus"\neval.final_examples = 5\n' + settings)
     assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
     assert "the judge works: an empty answer is 'wrong'" in capsys.readouterr().out

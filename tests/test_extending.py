@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,16 +13,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
+from docs_parts import ROOT, blocks, command_lines
 from small_run import CONFIG, SmallRuns
 
 from assay.cli.main import main
 from assay.runs.directory import read_metrics
 from assay.runs.rollouts import read_rollouts
+from assay.train import run as train_run
 from assay.types import Rollout
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TERM, ADVANTAGE = "A loss term with its own per-token input", "An advantage"
 TASK, ENVIRONMENT, ENGINE, FAMILY = "A task", "An environment", "An engine backend", "A model family"
 PACKAGES = {TASK: "tasks", ENVIRONMENT: "envs", ENGINE: "engine"}  # to which the first file of the section moves
@@ -37,10 +36,6 @@ def section(title: str) -> tuple[str, str]:
     (text,) = [part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE) if part.startswith(f"{title}\n")]
     own, _, package = text.partition("**In the package.**")
     return own, package
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return [code for kind, code in BLOCK.findall(text) if kind == language]
 
 
 def write_named(text: str, language: str, folder: Path) -> list[Path]:
@@ -76,6 +71,7 @@ def code_lines(code: str) -> int:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
     SmallRuns(tmp_path)  # writes small.toml and its reward function
     return tmp_path
 
@@ -169,19 +165,14 @@ def differs(path: Path, folder: Path) -> bool:
     return not original.exists() or original.read_text() != path.read_text()
 
 
-def commands(text: str, *left_out: str) -> list[list[str]]:
-    """The `assay` commands of the bash blocks."""
-    lines = [shlex.split(line, comments=True) for block in blocks(text, "bash") for line in block.splitlines()]
-    return [words[1:] for words in lines if words and " ".join(words[1:3]) not in left_out]
-
-
 def run_commands(folder: Path, title: str) -> Path:
     """Write the files of a section and run its commands. Returns the folder of the run that they train."""
     own, _ = section(title)
     (module,) = write_named(own, "python", folder)
     write_named(own, "toml", folder)
-    for words in commands(own, "env play"):
-        assert main(words) == 0, words
+    for words in command_lines(own):
+        if words[1:3] != ["env", "play"]:
+            assert main(words[1:]) == 0, words
     return folder / "runs" / module.stem
 
 

@@ -1,4 +1,4 @@
-"""Structure of the source: import rules, no import cycles, unique class names, and a test module per module."""
+"""Structure of the source: import rules, no import cycles, unique class names, modules that tests name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "assay"
+TESTS = Path(__file__).resolve().parent
+SOURCE = TESTS.parent / "src" / "assay"
 
 # Package or top-level module -> those of ours that it may import. Inside a package everything may import everything.
 ALLOWED: dict[str, set[str]] = {
@@ -40,22 +41,10 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["serve"] = {"types", "config", "process", "endpoint", "listen", "text", "rewards", "engine", "runs"}
 ALLOWED["web"] = {"types", "listen", "text", "evals", "runs"}
 ALLOWED["api"] = ALLOWED["bench"] = ALLOWED["train"] | {"train"}
-NO_TORCH = (
-    "types",
-    "config",
-    "process",
-    "endpoint",
-    "awaiting",
-    "listen",
-    "memory",
-    "model_files",
-    "rewards",
-    "tasks",
-    "envs",
-    "text",
-    "runs",
-    "web",
-)
+NO_TORCH = {
+    *("types", "config", "process", "endpoint", "awaiting", "listen", "memory", "model_files"),
+    *("rewards", "tasks", "envs", "text", "runs", "web"),
+}
 
 
 def package_of(file: Path) -> str:
@@ -71,19 +60,13 @@ def parsed(file: Path) -> ast.Module:
 def imports(file: Path, *, top_level_only: bool = False, with_typing: bool = False) -> set[str]:
     """Names of imported modules, and of imported objects with their module in front."""
     tree = parsed(file)
-    typing_only = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not with_typing
-        for inner in ast.walk(node)
-    }
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    typing_only = set() if with_typing else {inner for block in blocks for inner in ast.walk(block)}
     names: set[str] = set()
     for node in tree.body if top_level_only else ast.walk(tree):
-        if node in typing_only:
-            continue
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import) and node not in typing_only:
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and node not in typing_only:
             assert node.level == 0, f"{file}: use absolute imports"
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -121,15 +104,17 @@ def test_there_are_no_import_cycles() -> None:
     assert not graph, f"import cycles among {sorted(graph)}"
 
 
-def test_every_module_has_a_test_module() -> None:
-    tests = {file.stem for file in (SOURCE.parent.parent / "tests").rglob("test_*.py")}
-    missing = []
+def test_every_module_is_named_in_a_test_of_its_package() -> None:
+    unnamed, texts = [], {}
     for file in FILES:
-        parts = file.relative_to(SOURCE).with_suffix("").parts
-        own_names = {"test_" + "_".join(parts[start:]) for start in range(len(parts))}
-        if file.name not in ("__init__.py", "__main__.py") and not own_names & tests:
-            missing.append("/".join(parts))
-    assert not missing
+        *folders, name = file.relative_to(SOURCE).with_suffix("").parts
+        package = folders[0] if folders else ""
+        if package not in texts:
+            tests = (TESTS / package).rglob("*.py") if package else TESTS.glob("test_*.py")
+            texts[package] = "".join(f"{test.stem} {test.read_text()}" for test in tests)
+        if not name.startswith("__") and not re.search(rf"(\b|_){name}\b", texts[package]):
+            unnamed.append("/".join((*folders, name)))
+    assert not unnamed
 
 
 def test_only_the_command_line_imports_the_training_loop_and_itself() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from docs_parts import BLOCK, ROOT
 from safetensors.torch import load_file
-from test_docs import BLOCK, ROOT
 from test_seed_recipes import gsm8k_rows
 
 from assay.config import TrainConfig

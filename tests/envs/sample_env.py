@@ -52,3 +52,14 @@ class AsyncEnv(ValidEnv):
         await asyncio.sleep(0)
         self.loops.add(asyncio.get_running_loop())
         assert len(self.loops) == 1
+
+
+class Unseeded(ValidEnv):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return f"seed {random.random()}", {}
+
+
+class RaisingInReset(ValidEnv):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        raise KeyError("file")

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from typing import Any
 
 import pytest
-from envs.sample_env import AsyncEnv, ValidEnv
+from envs.sample_env import AsyncEnv, RaisingInReset, Unseeded, ValidEnv
 
 from assay.envs import TaskEnv
 from assay.envs.base import SEED, StepLimit, as_messages, check_attributes, run_with_timeout, safe_step, warn_after
@@ -24,23 +23,16 @@ def test_failing_step_gives_an_error_verdict() -> None:
         def step(self, action: str) -> Any:
             return "", float("nan"), True, False, {}
 
-    for kind, detail in ((Broken, "ZeroDivisionError"), (Nan, "not finite")):
+    class Leaving(TaskEnv):
+        def step(self, action: str) -> Any:
+            raise SystemExit(3)
+
+    for kind, detail in ((Broken, "ZeroDivisionError"), (Nan, "not finite"), (Leaving, "SystemExit")):
         env = kind(make_task("abacus"))
         env.reset(seed=0)
         _, reward, terminated, _, info = safe_step(env, "raise")
         assert (reward, terminated, info["verdict"].status) == (0.0, True, Status.ERROR)
         assert detail in info["verdict"].detail
-
-
-class Unseeded(ValidEnv):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return f"seed {random.random()}", {}
-
-
-class RaisingInReset(ValidEnv):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        raise KeyError("file")
 
 
 def test_reset_must_return_the_observation_of_the_prompt() -> None:
@@ -79,14 +71,6 @@ def test_observation_may_be_a_generator_of_messages() -> None:
     observation = safe_step(Yielding(), "")[0]
     for _ in range(2):
         assert [message["content"] for message in as_messages(observation, "user")] == ["a", "b"]
-
-
-def test_system_exit_in_step_ends_only_the_episode() -> None:
-    class Leaving(ValidEnv):
-        def step(self, action: str) -> Any:
-            raise SystemExit(3)
-
-    assert safe_step(Leaving(), "")[4]["verdict"].status is Status.ERROR
 
 
 @pytest.mark.parametrize(

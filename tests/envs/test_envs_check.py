@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import random
 import threading
 from typing import Any
 
 import pytest
-from envs.sample_env import AsyncEnv, ValidEnv, build
+from envs.sample_env import AsyncEnv, RaisingInReset, Unseeded, ValidEnv, build
 
 from assay.envs import ENVS, Env
 from assay.envs.check import check_env
@@ -29,12 +28,6 @@ def test_built_in_environments_pass_the_check(name: str) -> None:
     env = build(name, **SHIPPED[name])
     assert [finding for finding in check_env(env, episodes=6) if not finding.ok] == []
     env.close()
-
-
-class Unseeded(ValidEnv):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return f"seed {random.random()}", {}
 
 
 class SharingState(ValidEnv):
@@ -70,11 +63,6 @@ class WithoutObservation(ValidEnv):
 class WithoutInfo(ValidEnv):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return f"seed {seed}"
-
-
-class RaisingInReset(ValidEnv):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        raise KeyError("file")
 
 
 class Hanging(ValidEnv):

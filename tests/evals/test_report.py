@@ -14,7 +14,7 @@ import pytest
 from assay.engine.base import SamplingParams
 from assay.evals import report as module
 from assay.evals.report import Report, compare, evaluate
-from assay.evals.stats import bootstrap, wilson
+from assay.evals.stats import bootstrap, paired_test, wilson
 from assay.runs.rollouts import read_lines, write_rollouts
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
@@ -121,28 +121,13 @@ def test_questions_with_the_same_id_are_kept_separate(tmp_path: Path) -> None:
     assert same(Report.read(read_lines(tmp_path, 0, "eval")), Report.of(groups))
 
 
-def test_compare_uses_mcnemar_for_one_answer_per_question() -> None:
-    from scipy.stats import binomtest
-
-    before, after = Report.of(make_groups(60, 1, seed=4)), Report.of(make_groups(60, 1, seed=5))
+@pytest.mark.parametrize("samples", [1, 3])
+def test_compare_is_the_paired_test_of_mean_correctness(samples: int) -> None:
+    before, after = Report.of(make_groups(60, samples, seed=4)), Report.of(make_groups(60, samples, seed=5))
+    expected = paired_test(before.correct.mean(axis=1), after.correct.mean(axis=1), seed=0)
     found = compare(before, after)
-    was, now = before.correct[:, 0], after.correct[:, 0]
-    assert (found.gained, found.lost) == (int((~was & now).sum()), int((was & ~now).sum()))
-    assert found.p_value == pytest.approx(binomtest(found.gained, found.gained + found.lost).pvalue)
-
-
-def test_compare_uses_sign_flips_for_several_answers() -> None:
-    before, after = Report.of(make_groups(9, 3, seed=6)), Report.of(make_groups(9, 3, seed=7))
-    differences = after.correct.mean(axis=1) - before.correct.mean(axis=1)
-    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in signs_of(9)]
-    reached = fmean(value >= abs(differences.sum()) - 1e-9 for value in sums)
-    found = compare(before, after)
-    assert found.p_value == pytest.approx(reached)
-    assert (found.gained, found.lost) == (int((differences > 1e-9).sum()), int((differences < -1e-9).sum()))
-
-
-def signs_of(count: int) -> itertools.product:
-    return itertools.product((-1, 1), repeat=count)
+    assert (found.gained, found.lost) == (expected.gained, expected.lost) and found.gained and found.lost
+    assert found.p_value == pytest.approx(expected.p_value)
 
 
 def test_compare_requires_the_same_questions() -> None:

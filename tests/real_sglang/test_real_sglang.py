@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hf_scores import hf_scores
+from real_server import FEW, MEAN_GAP, ROOT, TEXT, check_killed_server, finish, gap_of_scores, scores
 from small_run import SmallRuns
 from stepped import Stepped
 
@@ -23,32 +21,10 @@ from assay.engine.client import generate
 from assay.engine.remote.sglang.engine import SGLangEngine
 from assay.engine.remote.transport import CHUNK_BYTES, FolderTransport, IpcTransport
 from assay.models import Decoder
-from assay.runs.rollouts import read_rollouts
 from assay.text import Tokenizer
-from assay.types import Finish, UserError
+from assay.types import Finish
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.gpu]
-ROOT = Path(__file__).resolve().parent.parent.parent
-TEXT = "Tom has 3 apples ."
-MEAN_GAP = 0.03  # of log-probabilities in bfloat16, in nats
-FEW = (
-    *("--train.prompts", 2, "--train.samples", 4, "--train.steps", 3, "--sampling.max_new_tokens", 16),
-    *("--eval.every", 0, "--eval.examples", 2, "--eval.final_examples", 2, "--save.every", 0, "--engine.max_batch", 16),
-    # Rewards that differ also for a model that solves nothing.
-    *("--reward.length", 1.0, "--reward.target_length", 20, "--engine.name", "sglang"),
-)
-
-
-@torch.no_grad()
-def scores(policy: Decoder, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-    tokens = torch.tensor(ids, device=policy.device)
-    rows = (policy.unembed(policy.hidden(tokens, [len(ids)]))[:-1].double() / temperature).log_softmax(-1)
-    return rows.gather(1, tokens[1:, None])[:, 0].cpu()
-
-
-def gap_of_scores(engine: SGLangEngine, policy: Decoder, tokenizer: Tokenizer) -> float:
-    ids = [*tokenizer.encode(TEXT), *range(5, 25)]
-    return float((torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs().mean())
 
 
 def test_log_probabilities_at_temperature_0_7_are_those_of_the_trainer(
@@ -223,10 +199,8 @@ def test_training_through_the_command_line_uses_a_running_server(
     monkeypatch.setenv("KEY_OF_THE_SERVER", engine.launched.key)
     words = ("--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4)
     words = (*words, "--sglang.urls", engine.servers[0].url, "--sglang.api_key_env", "KEY_OF_THE_SERVER")
-    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words)
-    output = run.communicate(timeout=1500)[0]
-    assert run.returncode == 0, output
-    compare_logprobs(small, "demo", steps=3)
+    run = small.process("train", ROOT / "configs/demo.toml", *FEW, "--engine", "sglang", *words)
+    finish(run, small)
 
 
 def test_training_starts_and_stops_its_own_server(
@@ -237,31 +211,9 @@ def test_training_starts_and_stops_its_own_server(
     words = ["--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4]
     words += ["--sglang.python", sglang_python, "--sglang.gpu_memory", 0.3, "--engine.sleep_while_training", "true"]
     words += [f"--sglang.args={sglang_args}".replace("'", '"'), "--sglang.transport", "ipc"]
-    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words)
-    output = run.communicate(timeout=1500)[0]
-    assert run.returncode == 0, output
-    compare_logprobs(small, "demo", steps=3)
-
-
-def compare_logprobs(small: SmallRuns, name: str, steps: int) -> None:
-    """Log-probabilities of engine and trainer agree in every step, so each step used the weights of the one before."""
-    trained = 0
-    for step in range(1, steps + 1):
-        for group in read_rollouts(small.runs / name, step):
-            for rollout in group.rollouts:
-                if rollout.trainer_logprobs is not None:
-                    engine = [value for turn in rollout.turns for value in turn.completion.engine_logprobs]
-                    assert np.abs(np.asarray(rollout.trainer_logprobs) - engine).mean() < 5 * MEAN_GAP
-                    trained += 1
-    assert trained
-    norms = [row.get("optim/grad_norm", 0) for row in small.metrics(name)]
-    assert sum(norm > 0 for norm in norms) >= 2  # the weights have changed
+    run = small.process("train", ROOT / "configs/demo.toml", *FEW, "--engine", "sglang", *words)
+    finish(run, small)
 
 
 def test_a_server_that_dies_is_named_with_its_log(engine: SGLangEngine, tokenizer: Tokenizer) -> None:
-    """Last: no server is left."""
-    assert engine.launched is not None
-    (program,) = engine.launched.programs.values()
-    os.kill(program.pid, signal.SIGKILL)
-    with pytest.raises(UserError, match=r"is not reachable .* it ended \(killed by SIGKILL\): .* \(see .*\.log\)"):
-        generate(engine, [Request(tokenizer.encode(TEXT), SamplingParams(max_new_tokens=4), 0)])
+    check_killed_server(engine, tokenizer)  # last: no server is left

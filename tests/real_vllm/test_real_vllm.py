@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 import torch
 from broken_sync import KINDS, break_sync
 from hf_scores import hf_scores
+from real_server import CUDA, FEW, MEAN_GAP, ROOT, TEXT, check_killed_server, finish, gap_of_scores, scores
 from small_run import SmallRuns
 from stepped import Stepped
 from sync_parts import LR, Learning
@@ -25,28 +24,10 @@ from assay.engine.remote.scoring import ScoringClient
 from assay.engine.remote.transport import IpcTransport
 from assay.engine.remote.vllm.engine import VLLMEngine
 from assay.models import Decoder, Lora, fingerprint
-from assay.runs.rollouts import read_rollouts
 from assay.text import Tokenizer
-from assay.types import UserError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-ROOT = Path(__file__).resolve().parent.parent.parent
-TEXT = "Tom has 3 apples ."
-CUDA = torch.cuda.is_available()  # then servers and trainer share the GPU and compute in bfloat16
-MEAN_GAP = 0.03 if CUDA else 2e-4  # of log-probabilities, in nats
-FEW = (
-    *("--train.prompts", 2, "--train.samples", 4, "--train.steps", 3, "--sampling.max_new_tokens", 16),
-    *("--eval.every", 0, "--eval.examples", 2, "--eval.final_examples", 2, "--save.every", 0, "--engine.max_batch", 16),
-    # Rewards that differ also for a model that solves nothing.
-    *("--reward.length", 1.0, "--reward.target_length", 20, "--engine.name", "vllm", "--vllm.gpu_memory", 0.1),
-)
-
-
-@torch.no_grad()
-def scores(policy: Decoder, ids: list[int]) -> torch.Tensor:
-    tokens = torch.tensor(ids, device=policy.device)
-    rows = policy.unembed(policy.hidden(tokens, [len(ids)]))[:-1].double().log_softmax(-1)
-    return rows.gather(1, tokens[1:, None])[:, 0].cpu()
+VLLM = (*FEW, "--engine", "vllm", "--vllm.gpu_memory", 0.1)
 
 
 @pytest.mark.skipif(CUDA, reason="tokens are compared exactly, which needs float32")
@@ -74,7 +55,6 @@ def test_log_probabilities_at_temperature_0_7_are_those_of_transformers(
 
 def test_every_weight_is_replaced_by_an_update(engine: VLLMEngine, policy: Decoder, tokenizer: Tokenizer) -> None:
     """Also a tied head, which vLLM itself does not reload on a CPU."""
-    ids = [*tokenizer.encode(TEXT), *range(5, 25)]
     for version, name in enumerate([None, *dict(policy.weights())][:14], start=10):
         if name is not None:
             weight = dict(policy.weights())[name]
@@ -82,8 +62,7 @@ def test_every_weight_is_replaced_by_an_update(engine: VLLMEngine, policy: Decod
                 noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(version))
                 weight.mul_(1.0 + 0.2 * noise.to(weight))
         engine.update_weights(policy, version)
-        gap = (torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs()
-        assert gap.mean() < 5 * MEAN_GAP, name
+        assert gap_of_scores(engine, policy, tokenizer) < 5 * MEAN_GAP, name
         if CUDA:
             assert engine.fingerprint() == fingerprint(policy.weights(), engine.info.dtype), name
 
@@ -125,9 +104,8 @@ def test_weights_are_sent_through_gpu_memory_to_servers_that_sleep(
     engine.transport.chunk_bytes = 2**20  # many chunks, some of which end within a fused layer
     engine.update_weights(policy, 30 + level)
     assert engine.fingerprint() == fingerprint(policy.weights(), engine.info.dtype)
-    ids = [*tokenizer.encode(TEXT), *range(5, 25)]
-    assert (torch.tensor(engine.score([ids])[0]) - scores(policy, ids)).abs().mean() < 5 * MEAN_GAP
-    assert generate(engine, [Request(ids, SamplingParams(max_new_tokens=4), 0)])
+    assert gap_of_scores(engine, policy, tokenizer) < 5 * MEAN_GAP
+    assert generate(engine, [Request(tokenizer.encode(TEXT), SamplingParams(max_new_tokens=4), 0)])
 
 
 @pytest.fixture
@@ -143,10 +121,8 @@ def test_training_through_the_command_line_uses_a_running_server(
 ) -> None:
     small = SmallRuns(tmp_path)
     words = ("--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4)
-    run = small.process("train", ROOT / "configs/demo.toml", *FEW, *words, *running_server)
-    output = run.communicate(timeout=1500)[0]
-    assert run.returncode == 0, output
-    compare_logprobs(small, "demo", steps=3)
+    run = small.process("train", ROOT / "configs/demo.toml", *VLLM, *words, *running_server)
+    finish(run, small)
 
 
 def test_evaluation_with_a_config_gives_the_answers_of_the_native_engine(
@@ -175,37 +151,15 @@ def test_a_served_reference_has_the_scores_of_the_model(
         assert (torch.tensor(own) - scores(policy, ids)).abs().mean() < 5 * MEAN_GAP
 
 
-def compare_logprobs(small: SmallRuns, name: str, steps: int) -> None:
-    """Log-probabilities of engine and trainer agree in every step, so each step used the weights of the one before."""
-    trained = 0
-    for step in range(1, steps + 1):
-        for group in read_rollouts(small.runs / name, step):
-            for rollout in group.rollouts:
-                if rollout.trainer_logprobs is not None:
-                    engine = [value for turn in rollout.turns for value in turn.completion.engine_logprobs]
-                    assert np.abs(np.asarray(rollout.trainer_logprobs) - engine).mean() < 5 * MEAN_GAP
-                    trained += 1
-    assert trained
-    norms = [row.get("optim/grad_norm", 0) for row in small.metrics(name)]
-    assert sum(norm > 0 for norm in norms) >= 2  # the weights have changed
-
-
 @pytest.mark.skipif(CUDA, reason="needs four GPUs, or CPUs")
 def test_four_processes_train_with_one_server(vllm_python: str, tmp_path: Path) -> None:
     """FSDP x TP: rank 0 starts the server and publishes full weights; two groups of ranks send requests."""
     small = SmallRuns(tmp_path)
     layout = ("--parallel.tp", 2, "--parallel.mode", "fsdp", "--vllm.python", vllm_python)
     words = ("--model", "preset:tiny", "--sft.steps", 2, *layout)
-    run = small.launch(4, "train", ROOT / "configs/demo.toml", *FEW, *words)
-    output = run.communicate(timeout=1500)[0]
-    assert run.returncode == 0, output
-    compare_logprobs(small, "demo", steps=3)
+    run = small.launch(4, "train", ROOT / "configs/demo.toml", *VLLM, *words)
+    finish(run, small)
 
 
 def test_a_server_that_dies_is_named_with_its_log(engine: VLLMEngine, tokenizer: Tokenizer) -> None:
-    """Last: no server is left."""
-    assert engine.launched is not None
-    (program,) = engine.launched.programs.values()
-    os.kill(program.pid, signal.SIGKILL)
-    with pytest.raises(UserError, match=r"is not reachable .* it ended \(killed by SIGKILL\): .* \(see .*\.log\)"):
-        generate(engine, [Request(tokenizer.encode(TEXT), SamplingParams(max_new_tokens=4), 0)])
+    check_killed_server(engine, tokenizer)  # last: no server is left

@@ -236,17 +236,6 @@ def test_environment_that_fails_in_all_episodes_raises() -> None:
         collector(Broken(), words=False).collect(Broken().prompts("train")[:3], PARAMS, (0, 0))
 
 
-def test_interrupted_episodes_release_kept_sequences() -> None:
-    class Stops(Endless):
-        def step_all(self, episodes: Any, actions: Any) -> Any:
-            raise KeyboardInterrupt
-
-    part = collector(Stops(), words=False)
-    with pytest.raises(KeyboardInterrupt):
-        part.collect(Stops().prompts("train")[:3], PARAMS, (0, 0))
-    assert idle(part)
-
-
 def test_single_step_environment_equals_the_task() -> None:
     """A task and the same task as an environment give the same tokens and verdicts."""
     task: Any = make_task("abacus")

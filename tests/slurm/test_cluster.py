@@ -26,25 +26,13 @@ STEPS = 12
 CONFIG = """
 model = "preset:nano"
 device = "cpu"
-[task]
-name = "abacus"
-args = {{train_size = 24, eval_size = 10}}
-[sampling]
-max_new_tokens = 8
-[train]
-steps = {steps}
-prompts = 4
-samples = 4
-[optim]
-lr = 1e-3
-[save]
-every = 2
-[eval]
-examples = 4
-final_examples = 5
-[reward]
-workers = 0
-function = "{folder}/reward.py:reward"
+task = {{name = "abacus", args = {{train_size = 24, eval_size = 10}}}}
+sampling.max_new_tokens = 8
+train = {{steps = {steps}, prompts = 4, samples = 4}}
+optim.lr = 1e-3
+save.every = 2
+eval = {{examples = 4, final_examples = 5}}
+reward = {{workers = 0, function = "{folder}/reward.py:reward"}}
 """
 # Random models solve nothing, so letters are rewarded; and slowly while a run is to be interrupted: five a second.
 REWARD = """
@@ -79,11 +67,11 @@ def submit(slurm: Slurm, work: Path, name: str, *words: object, nodes: int = 1) 
 
 
 @contextmanager
-def held(slurm: Slurm, work: Path, name: str, nodes: int) -> Iterator[tuple[int, str]]:
+def held(slurm: Slurm, work: Path, name: str, *words: object, nodes: int = 1) -> Iterator[tuple[int, str]]:
     """The job and the run of this name, on its way, and slow for as long as the block lasts."""
     hold = work / f"hold-{name}"
     hold.touch()
-    job = submit(slurm, work, name, nodes=nodes)
+    job = submit(slurm, work, name, *words, nodes=nodes)
     wait_until(lambda: saved(work, f"{name}-{job}") >= 2, 120, f"{name} is on its way")
     yield job, f"{name}-{job}"
     assert not (work / "runs" / f"{name}-{job}" / "summary.json").exists(), "the run ended before it was interrupted"
@@ -130,7 +118,7 @@ def test_an_interrupted_job_ends_with_the_weights_of_one_left_alone(
     slurm: Slurm, work: Path, untouched: bytes, how: str, nodes: int
 ) -> None:
     name = f"{how}-{nodes}"
-    with held(slurm, work, name, nodes) as (job, run):
+    with held(slurm, work, name, nodes=nodes) as (job, run):
         INTERRUPTIONS[how](slurm, job)
         wait_until(lambda: slurm.job(job)["Restarts"] == "1", 90, f"{run} is in the queue again")
     if how != "requeue":  # where it may be killed before it has saved
@@ -175,7 +163,7 @@ def test_an_error_does_not_go_round_in_circles(slurm: Slurm, work: Path) -> None
 
 
 def test_a_cancelled_job_stays_cancelled(slurm: Slurm, work: Path) -> None:
-    with held(slurm, work, "cancelled", nodes=1) as (job, _):
+    with held(slurm, work, "cancelled") as (job, _):
         slurm("scancel", job)
         wait_until(lambda: str(job) not in slurm("squeue", "--noheader", "--format=%i").split(), 60, "the job is gone")
     assert (slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == ("CANCELLED", "0")
@@ -184,14 +172,8 @@ def test_a_cancelled_job_stays_cancelled(slurm: Slurm, work: Path) -> None:
 # Jobs with an engine node. Prompts are not repeated: each has to be trained once.
 ENGINE_STEPS, PROMPTS = 24, 4
 ENGINES = f"--engines 1 --engine assay --train.steps {ENGINE_STEPS} --task.args.train_size {ENGINE_STEPS * PROMPTS}"
-ASYNC = "--source async --source.max_staleness 2"
-
-
-def submit_with_engines(
-    slurm: Slurm, work: Path, name: str, *words: object, servers: int = 2, source: str = ASYNC
-) -> int:
-    own = [*ENGINES.split(), "--servers-per-node", servers, *source.split(), "--procs-per-node", 1, *words]
-    return submit(slurm, work, name, *own)
+ON_POLICY = f"{ENGINES} --servers-per-node 2 --procs-per-node 1".split()
+ASYNC = [*ON_POLICY, *["--source", "async", "--source.max_staleness", "2"]]
 
 
 def end_of(slurm: Slurm, job: int) -> dict[str, str]:
@@ -225,21 +207,10 @@ def assert_trained_once(work: Path, run: str) -> None:
     assert (path / "summary.json").exists() and saved(work, run) == ENGINE_STEPS
 
 
-@contextmanager
-def held_with_engines(slurm: Slurm, work: Path, name: str, **options: object) -> Iterator[tuple[int, str]]:
-    hold = work / f"hold-{name}"
-    hold.touch()
-    job = submit_with_engines(slurm, work, name, **options)  # type: ignore[arg-type]
-    wait_until(lambda: saved(work, f"{name}-{job}") >= 2, 120, f"{name} is on its way")
-    yield job, f"{name}-{job}"
-    assert not (work / "runs" / f"{name}-{job}" / "summary.json").exists(), "the run ended before it was interrupted"
-    hold.unlink()
-
-
 @pytest.mark.parametrize("source", ["async", "on_policy"])
 def test_a_job_with_an_engine_node_trains_to_its_end(slurm: Slurm, work: Path, source: str) -> None:
     name = f"engines-{source}"
-    job = submit_with_engines(slurm, work, name, source=ASYNC if source == "async" else "--source on_policy")
+    job = submit(slurm, work, name, *(ASYNC if source == "async" else ON_POLICY))
     ended, run = end_of(slurm, job), f"{name}-{job}"
     assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "0", "2"), logs_of(work, run)
     assert_trained_once(work, run)
@@ -249,7 +220,7 @@ def test_a_job_with_an_engine_node_trains_to_its_end(slurm: Slurm, work: Path, s
 
 
 def test_a_killed_server_of_an_engine_node_serves_again(slurm: Slurm, work: Path) -> None:
-    with held_with_engines(slurm, work, "server-killed") as (job, run):
+    with held(slurm, work, "server-killed", *ASYNC) as (job, run):
         os.kill(processes(job, "-m", "assay", "serve")[0], signal.SIGKILL)
         wait_until(
             lambda: "serves again, with the weights of version" in log(work, run), 120, "the server serves again"
@@ -263,7 +234,7 @@ def test_a_killed_server_of_an_engine_node_serves_again(slurm: Slurm, work: Path
 @pytest.mark.parametrize("how", INTERRUPTIONS)
 def test_an_interrupted_job_with_an_engine_node_trains_every_group_once(slurm: Slurm, work: Path, how: str) -> None:
     name = f"engines-{how}"
-    with held_with_engines(slurm, work, name) as (job, run):
+    with held(slurm, work, name, *ASYNC) as (job, run):
         INTERRUPTIONS[how](slurm, job)
         wait_until(lambda: slurm.job(job)["Restarts"] == "1", 90, f"{run} is in the queue again")
     if how != "requeue":  # where it may be killed before it has saved
@@ -274,7 +245,7 @@ def test_an_interrupted_job_with_an_engine_node_trains_every_group_once(slurm: S
 
 
 def test_the_failure_of_all_engine_nodes_ends_the_job_and_the_run_can_go_on(slurm: Slurm, work: Path) -> None:
-    with held_with_engines(slurm, work, "no-servers") as (job, run):
+    with held(slurm, work, "no-servers", *ASYNC) as (job, run):
         (node,) = processes(job, "-m", "assay.cli.slurm.engine_node")
         os.kill(node, signal.SIGKILL)
         ended = end_of(slurm, job)
@@ -287,14 +258,14 @@ def test_the_failure_of_all_engine_nodes_ends_the_job_and_the_run_can_go_on(slur
 
 
 def test_an_engine_that_cannot_start_fails_the_job_with_one_line(slurm: Slurm, work: Path) -> None:
-    job = submit_with_engines(slurm, work, "no-engine", "--engine.kv_cache_gib", 1e9)
+    job = submit(slurm, work, "no-engine", *ASYNC, "--engine.kv_cache_gib", 1e9)
     ended, run = end_of(slurm, job), f"no-engine-{job}"
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "200:0"), logs_of(work, run)
     assert log(work, run).count(" did not start: it ended (exit code ") == 1
 
 
 def test_a_cancelled_job_with_an_engine_node_leaves_no_process(slurm: Slurm, work: Path) -> None:
-    with held_with_engines(slurm, work, "engines-cancelled") as (job, _):
+    with held(slurm, work, "engines-cancelled", *ASYNC) as (job, _):
         slurm("scancel", job)
         ended = end_of(slurm, job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")

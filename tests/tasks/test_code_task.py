@@ -20,6 +20,7 @@ MBPP = {
     "code": "import math\r\ndef helper(a):\r\n    return a\r\ndef sum(a, b):\r\n    return helper(a) + b",
     "test_list": ["assert sum(1, 2) == 3", "assert math.isclose(sum(0.1, 0.2), 0.3)"],
     "test_setup_code": "import math",
+    "challenge_test_list": ["assert sum(10**9, 1) == 10**9 + 1"],
 }
 HUMANEVAL = {
     "task_id": "Own/1",
@@ -107,14 +108,6 @@ def test_layouts_of_rows(row: dict[str, Any], tmp_path: Path) -> None:
 
 ORIGINAL_FORMATS = [  # rows of our own with all columns of the published files
     {
-        "text": "Write a function to find the largest of two numbers.",
-        "code": "def max_of(a,b):\r\n  return a if a>b else b",
-        "task_id": 999,
-        "test_setup_code": "",
-        "test_list": ["assert max_of(1,2)==2", "assert max_of(-1,-2)==-1", "assert max_of(3,3)==3"],
-        "challenge_test_list": ["assert max_of(10**9,1)==10**9"],
-    },
-    {
         "source_file": "Own Questions.ipynb",
         "task_id": 998,
         "prompt": "Write a function to find the square root of a number.",
@@ -139,7 +132,7 @@ ORIGINAL_FORMATS = [  # rows of our own with all columns of the published files
 ]
 
 
-@pytest.mark.parametrize("row", ORIGINAL_FORMATS, ids=["MBPP", "sanitized MBPP", "HumanEval"])
+@pytest.mark.parametrize("row", ORIGINAL_FORMATS, ids=["sanitized MBPP", "HumanEval"])
 def test_rows_in_the_formats_of_the_published_files(row: dict[str, Any], tmp_path: Path) -> None:
     task = stored(tmp_path, row, timeout_s=60.0)
     assert check_gold(task, "all") == []

@@ -95,15 +95,14 @@ def test_missing_hub_extra_is_named(monkeypatch):
 
 def test_invalid_gsm8k_input_is_a_user_error(tmp_path):
     file = tmp_path / "bad.jsonl"
-    file.write_text('{"question": "?", "answer": "seven"}\n')
-    with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: an answer must end in "#### N"'):
-        make_task("gsm8k", str(file)).prompts("all")
-    file.write_text('{"question": "?", "answer": ["#### 1"]}\n')
-    with pytest.raises(UserError, match=r'bad.jsonl:1: gsm8k: "answer" must be text .* not list'):
-        make_task("gsm8k", str(file)).prompts("all")
-    file.write_text('{"question": {"text": "?"}, "answer": "#### 1"}\n')
-    with pytest.raises(UserError, match=r'bad.jsonl:1: the column "question" must be text or a number, not dict'):
-        make_task("gsm8k", str(file)).prompts("all")
+    for row, named in (
+        ({"question": "?", "answer": "seven"}, "#### N"),
+        ({"question": "?", "answer": ["#### 1"]}, '"answer" must be text'),
+        ({"question": {"text": "?"}, "answer": "#### 1"}, '"question" must be text'),
+    ):
+        file.write_text(json.dumps(row))
+        with pytest.raises(UserError, match=rf"bad.jsonl:1: .*{named}"):
+            make_task("gsm8k", str(file)).prompts("all")
     with pytest.raises(UserError, match="solution_style must be one of boxed, hash"):
         make_task("gsm8k", str(file), solution_style="latex")
     with pytest.raises(UserError, match="there is no file or folder"):
@@ -113,48 +112,21 @@ def test_invalid_gsm8k_input_is_a_user_error(tmp_path):
 
 
 TRAIN = [
-    {
-        "problem": "A field is $3$ by $x$ with area $12$. Find $x$.",
-        "solution": "From $3x = 12$ we get $\\boxed{4}$.",
-        "level": "Level 1",
-        "type": "Algebra",
-    },
-    {
-        "problem": "Halve the root of $8$.",
-        "solution": "First \\boxed{wrong}. It is $\\boxed{\\frac{\\sqrt{8}}{2}}$.",
-        "level": "Level 3",
-        "type": "Prealgebra",
-    },
-    {
-        "problem": "Solve $x^2 = 9$ for $x$.",
-        "solution": "Both signs do: $\\boxed{\\{-3, 3\\}}$.",
-        "level": "Level 2",
-        "type": "Algebra",
-    },
-    {
-        "problem": "Where does $y = 2 - x$ meet the $y$-axis?",
-        "solution": "At $\\boxed{(0, 2)}$.",
-        "level": "Level 2",
-        "type": "Algebra",
-    },
+    {"problem": problem, "solution": solution, "level": f"Level {level}", "type": subject}
+    for problem, solution, level, subject in (
+        ("A field is $3$ by $x$ with area $12$. Find $x$.", "From $3x = 12$ we get $\\boxed{4}$.", 1, "Algebra"),
+        ("Halve the root of $8$.", "\\boxed{wrong}. It is $\\boxed{\\frac{\\sqrt{8}}{2}}$.", 3, "Prealgebra"),
+        ("Solve $x^2 = 9$ for $x$.", "Both signs do: $\\boxed{\\{-3, 3\\}}$.", 2, "Algebra"),
+        ("Where does $y = 2 - x$ meet the $y$-axis?", "At $\\boxed{(0, 2)}$.", 2, "Algebra"),
+    )
 ]
-TEST = [
-    {
-        "problem": "Write $0.75$ as a fraction.",
-        "solution": "It is $\\boxed{\\dfrac34}$.",
-        "answer": "\\frac{3}{4}",
-        "subject": "Prealgebra",
-        "level": 1,
-        "unique_id": "test/prealgebra/7.json",
-    },
-    {
-        "problem": "What angle is a third of a straight one?",
-        "solution": "Of $180^\\circ$ it is $\\boxed{60^\\circ}$.",
-        "answer": "60^\\circ",
-        "subject": "Geometry",
-        "level": 2,
-        "unique_id": "test/geometry/3.json",
-    },
+COLUMNS = ("problem", "solution", "answer", "subject", "level", "unique_id")
+TEST: list[dict[str, Any]] = [
+    dict(zip(COLUMNS, row, strict=True))
+    for row in (
+        ("What is $3/4$?", "$\\boxed{\\dfrac34}$.", "\\frac{3}{4}", "Prealgebra", 1, "test/prealgebra/7.json"),
+        ("A third of $180^\\circ$?", "It is $\\boxed{60^\\circ}$.", "60^\\circ", "Geometry", 2, "test/geometry/3.json"),
+    )
 ]
 
 
@@ -172,7 +144,7 @@ def test_jsonl_layouts(tmp_path):
     assert prompts["math/train/0"].fields == {"level": "Level 1", "subject": "Algebra"}
     seven = prompts["math/test/test/prealgebra/7.json"]
     assert seven.answer == "\\frac{3}{4}" and seven.fields == {"level": 1, "subject": "Prealgebra"}
-    assert seven.question.startswith("Write $0.75$ as a fraction.\nPlease reason")
+    assert seven.question.startswith("What is $3/4$?\nPlease reason")
     assert [check_gold(task, split) for split in ("train", "validation", "test")] == [[], [], []]
 
 
@@ -207,18 +179,17 @@ def test_hub_datasets_of_math(monkeypatch):
     assert ("EleutherAI/hendrycks_math", "number_theory", "train") in requested
 
 
-def test_invalid_math_rows_are_user_errors(tmp_path):
-    write(tmp_path / "bad.jsonl", [{"problem": "?", "solution": "so it is \\boxed{4"}])
-    with pytest.raises(UserError, match=r"bad.jsonl:1: math: a row needs an answer"):
-        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
-    write(tmp_path / "bad.jsonl", [{"text": "?"}])
-    with pytest.raises(UserError, match='has no column "problem" or "question"; it has "text"'):
-        make_task("math", str(tmp_path / "bad.jsonl")).prompts("all")
-
-
-def test_list_as_answer_is_a_user_error_that_names_the_row(tmp_path):
-    write(tmp_path / "rows.jsonl", [TEST[0], {**TEST[1], "answer": ["60"]}])
-    with pytest.raises(UserError, match=r'rows.jsonl:2: math: "answer" must be text or a number, not list'):
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "?", "solution": "so it is \\boxed{4"}, "rows.jsonl:2: math: a row needs an answer"),
+        ({"text": "?"}, 'has no column "problem" or "question"; it has "text"'),
+        ({**TEST[1], "answer": ["60"]}, 'rows.jsonl:2: math: "answer" must be text or a number, not list'),
+    ],
+)
+def test_invalid_math_rows_are_user_errors(tmp_path, row, message):
+    write(tmp_path / "rows.jsonl", [TEST[0], row])
+    with pytest.raises(UserError, match=message):
         make_task("math", str(tmp_path / "rows.jsonl")).prompts("all")
 
 

@@ -44,12 +44,11 @@ def test_evaluation_splits_have_every_problem_once_and_start_in_proportion() -> 
     assert Counter(prompt.fields[TASK_LABEL] for prompt in prompts[:4]) == {"abacus": 3, "countdown": 1}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_each_answer_is_judged_by_the_judge_of_its_task(workers: int) -> None:
+def test_each_answer_is_judged_by_the_judge_of_its_task() -> None:
     task = mix(SMALL, COUNTDOWN, eval_size=9)
     assert check_gold(task, "test") == []
     prompts = task.prompts("test")
-    with JudgePool(task.judge(), workers=workers) as pool:
+    with JudgePool(task.judge(), workers=1) as pool:
         verdicts = pool.judge([(task.gold_completion(prompt), prompt.answer, prompt.fields) for prompt in prompts])
         (lost,) = pool.judge([("", "", {})])
     assert all(verdict.correct for verdict in verdicts) and lost.status is Status.ERROR
@@ -94,7 +93,7 @@ def test_tasks_are_interleaved_evenly() -> None:
         assert all(abs(order[:end].count(number) - share * end) < 1 for number, share in enumerate((0.7, 0.2, 0.1)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 24, 1000])
+@pytest.mark.parametrize("size", [1, 3, 24])
 def test_permuted_is_a_permutation_that_depends_on_its_key(size: int) -> None:
     first = [permuted(index, size, "a") for index in range(size)]
     assert sorted(first) == list(range(size))

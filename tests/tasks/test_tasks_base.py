@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from assay.tasks import Abacus, Task, check_gold, overlap
+from assay.tasks import Task, check_gold, overlap
 from assay.tasks.base import (
     MAX_REJECTED,
     UNLIMITED,
@@ -55,12 +55,6 @@ def test_a_filter_that_rejects_everything_is_an_error():
     with pytest.raises(UserError, match="256 generated problems in a row violate the rule"):
         numbered(lambda number: False)[0]
     assert numbered(lambda number: number == UNLIMITED - MAX_REJECTED)[0].id == f"t/{UNLIMITED - MAX_REJECTED}"
-
-
-def test_generated_splits_do_not_overlap():
-    task = Abacus()
-    report = overlap(task.prompts("train"), task.prompts("test")[:200], limit=400)
-    assert (report.n_eval, report.n_shared) == (200, 0)
 
 
 class Sums(Task):

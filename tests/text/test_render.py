@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
@@ -18,7 +18,6 @@ from assay.text import (
     few_shot_from_prompts,
     load_few_shot,
     read_text_file,
-    word_tokenizer,
 )
 from assay.types import Message, Prompt, UserError
 
@@ -65,6 +64,7 @@ PROMPT = ask("What is 2+3?")
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
+@settings(max_examples=25)
 @given(completion=st.text(alphabet="abc 0123+=\\{}#.\n", max_size=20))
 def test_loss_masks_cover_completion_and_end_token(form: str, completion: str) -> None:
     tokenizer = FORMS[form]
@@ -117,7 +117,7 @@ def test_end_token_is_found_in_the_template_if_no_config_lists_it() -> None:
     assert renderer.decode([*FORMS["builtin"].encode("5"), end]) == "5"
 
 
-@pytest.mark.parametrize("form", ["llama3", "gemma", "chatml"])
+@pytest.mark.parametrize("form", ["llama3", "chatml"])
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_bos_is_added_once_if_expected(form: str, adds_bos: bool) -> None:
     tokenizer = tokenizer_for(form, adds_bos)
@@ -133,8 +133,7 @@ def test_bos_is_added_once_if_expected(form: str, adds_bos: bool) -> None:
     assert 1 not in Renderer(tokenizer, style="raw", add_bos=False).prompt_ids(PROMPT)
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-@pytest.mark.parametrize("form", ["llama3", "chatml"])
+@pytest.mark.parametrize(("form", "adds_bos"), [("llama3", False), ("chatml", True)])
 def test_batched_calls_equal_single_calls(form: str, adds_bos: bool) -> None:
     prompts = [PROMPT, Prompt("other", ({"role": "user", "content": "1 + 1?"},), answer="2")]
     for style in ("chat", "raw"):
@@ -260,13 +259,6 @@ def test_missing_end_token_is_reported_by_example() -> None:
     assert renderer.prompt_ids(PROMPT) and renderer.stop_token_ids == ()
     with pytest.raises(UserError, match="end-of-text"):
         renderer.example(PROMPT, "5")
-
-
-def test_word_level_examples() -> None:
-    renderer = Renderer(word_tokenizer(["How", "many", "?", "2", "+", "3", "=", "5", ";", "####"]))
-    ids, mask = renderer.example(ask("How many ?"), "2 + 3 = 5 ; #### 5")
-    assert mask == [0] * 5 + [1] * 9
-    assert renderer.decode(ids[5:]) == "2 + 3 = 5 ; #### 5"
 
 
 def test_smollm2_masks_and_default_system(smollm2: Tokenizer) -> None:

@@ -78,7 +78,7 @@ def test_pieces_of_any_bytes_are_the_text_of_all_tokens(data: bytes, sizes: list
     assert joined(Detokenizer(decode_bytes), data, sizes) == decode_bytes(data)
 
 
-@given(st.text(max_size=80), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+@given(st.text("aé木👩\u200d🚀 \n", max_size=80), st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_pieces_of_split_characters_are_the_text_of_all_tokens(text: str, sizes: list[int]) -> None:
     data = text.encode("utf-8", "replace")
     assert joined(Detokenizer(decode_bytes), data, sizes) == data.decode()

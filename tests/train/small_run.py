@@ -164,11 +164,9 @@ def gpt2_folder(folder: Path, chat: bool = True) -> Path:
     """A random GPT-2 with a tokenizer of abacus words, as transformers saves them."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from assay.tasks import make_task
     from assay.text import word_tokenizer
 
-    words = make_task("abacus").words()  # type: ignore[attr-defined]
-    tokenizer = word_tokenizer(words)
+    tokenizer = word_tokenizer(abacus_words())
     if not chat:
         tokenizer.hf.chat_template = None
     config = GPT2Config(
@@ -183,3 +181,33 @@ def gpt2_folder(folder: Path, chat: bool = True) -> Path:
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder
+
+
+def llama_folder(folder: Path, hidden: int, words: list[str], padding: int = 0, positions: int = 512) -> Path:
+    """A random model as transformers saves it, with a tokenizer of these words."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from assay.text import word_tokenizer
+
+    tokenizer = word_tokenizer(words)
+    torch.manual_seed(hidden)
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size + padding,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=hidden // 16,
+        num_attention_heads=4,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def abacus_words() -> list[str]:
+    from assay.tasks import make_task
+
+    return list(make_task("abacus").words())  # type: ignore[attr-defined]

@@ -17,53 +17,14 @@ pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 GUESS = """
 model = "preset:nano"
 device = "cpu"
-[env]
-name = "guess"
-max_tokens = 3
-args = {high = 4, tries = 3}
-[sampling]
-max_new_tokens = 9
-[algo]
-step_credit = true
-discount = 0.9
-[train]
-steps = 4
-prompts = 3
-samples = 4
-[optim]
-lr = 1e-3
-[eval]
-examples = 4
-final_examples = 5
-[save]
-every = 2
-[reward]
-workers = 0
-"""
-STEPWISE = """
-model = "preset:nano"
-device = "cpu"
-task = "abacus"
-[env]
-name = "stepwise"
-args = {separator = ";", line_reward = 0.1}
-[sft]
-steps = 80
-batch = 32
-lr = 6e-3
-[sampling]
-max_new_tokens = 24
-[train]
-steps = 2
-prompts = 3
-samples = 4
-[optim]
-lr = 1e-3
-[eval]
-examples = 4
-final_examples = 5
-[reward]
-workers = 0
+env = {name = "guess", max_tokens = 3, args = {high = 4, tries = 3}}
+algo = {step_credit = true, discount = 0.9}
+sampling.max_new_tokens = 9
+train = {steps = 4, prompts = 3, samples = 4}
+optim.lr = 1e-3
+eval = {examples = 4, final_examples = 5}
+save.every = 2
+reward.workers = 0
 """
 
 
@@ -108,36 +69,6 @@ def test_an_environment_run_trains_on_its_steps_and_resumes_exactly(
     assert "env.max_tokens" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_stepwise_environment_turns_lines_into_steps(tmp_path: Path) -> None:
-    small = runs(tmp_path, STEPWISE)
-    assert small.train() == 0
-    found = [r for step in (1, 2) for group in read_rollouts(small.runs / "small", step) for r in group.rollouts]
-    assert sum(len(rollout.turns) for rollout in found) / len(found) > 1.5
-    assert {round(abs(turn.reward), 6) for rollout in found for turn in rollout.turns} & {0.1, 0.9, 1.1}
-    for rollout in found:
-        assert rollout.reward == pytest.approx(sum(turn.reward for turn in rollout.turns))
-        assert all(turn.context_ids == [] for turn in rollout.turns[1:])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--env.name", "gess"), "did you mean 'guess'"),
-        (("--env.args.high", 0), "low must be below high"),
-        (("--task", "abacus"), "its own problems"),
-        (("--env.max_step", 3), "max_step"),
-    ],
-)
-def test_invalid_environment_settings_are_refused_before_the_run_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
-) -> None:
-    small = runs(tmp_path, GUESS)
-    assert small.train(*words) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not small.runs.exists()
-
-
 SHAKY = """
 from assay.envs.builtin import GuessNumber
 
@@ -171,20 +102,6 @@ def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_critic_bootstraps_the_value_of_a_truncated_episode(tmp_path: Path) -> None:
-    small = runs(tmp_path, GUESS)
-    words = ("--env.max_steps", 1, "--algo.recipe", "ppo", "--algo.step_credit", "false", "--algo.discount", 1.0)
-    for name, bootstrap in (("over", "false"), ("goes-on", "true")):
-        own = ("--critic.bootstrap", bootstrap, "--critic.lr", 1e-2, "--critic.normalise", "false", "--name", name)
-        assert small.train(*words, *own) == 0
-    credit = [[r for g in read_rollouts(small.runs / name, 2) for r in g.rollouts] for name in ("over", "goes-on")]
-    cut = [index for index, rollout in enumerate(credit[0]) if rollout.cut_off]
-    assert cut and len(cut) < len(credit[0])  # the first step of both runs is the same: all values are 0 in it
-    assert [r.token_ids for r in credit[0]] == [r.token_ids for r in credit[1]]
-    both = zip(*([r.token_advantages or [] for r in own] for own in credit), strict=True)
-    assert [index for index, (one, other) in enumerate(both) if one != pytest.approx(other, abs=1e-5)] == cut
-
-
 def test_warm_start_on_gold_episodes_as_documented(tmp_path: Path) -> None:
     """The settings of docs/environments.md, with fewer steps."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()

@@ -30,22 +30,12 @@ STEPS = 30
 ENVIRONMENT = """
 model = "preset:nano"
 device = "cpu"
-[env]
-name = "guess"
-max_tokens = 3
-args = {high = 4, tries = 3}
-[sampling]
-max_new_tokens = 9
-[train]
-steps = 40
-prompts = 16
-samples = 4
-[optim]
-lr = 2e-3
-[eval]
-final_examples = 200
-[reward]
-workers = 0
+env = {name = "guess", max_tokens = 3, args = {high = 4, tries = 3}}
+sampling.max_new_tokens = 9
+train = {steps = 40, prompts = 16, samples = 4}
+optim.lr = 2e-3
+eval.final_examples = 200
+reward.workers = 0
 """
 
 

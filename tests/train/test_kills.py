@@ -71,33 +71,17 @@ class Victim:
         return file.stat().st_size if file.exists() else 0
 
 
-def kill_and_compare(small: SmallRuns, steps: int, moments: list[str], seed: int) -> Victim:
-    assert small.train(*WORDS, "--train.steps", steps) == 0
-    victim = Victim(small, steps, seed)
-    for moment in moments:
-        assert victim.live(moment), f"seed {seed}: the run ended after {len(victim.kills)} kills: {victim.kills}"
-    assert not victim.live("never")
-    try:
-        small.same_run("small", "killed", steps)
-        rows = [row["step"] for row in small.metrics("killed") if "reward/mean" in row]
-        assert rows == list(range(1, steps + 1))
-        assert not any((small.runs / "killed").rglob(".*tmp*")) and not any((small.runs / "killed").rglob(".saving*"))
-    except AssertionError as error:
-        raise AssertionError(f"seed {seed}, kills {victim.kills}") from error
-    return victim
-
-
-@pytest.mark.slow
-def test_a_run_killed_three_times_has_the_same_files(tmp_path: Path) -> None:
-    victim = kill_and_compare(SmallRuns(tmp_path), 14, ["loop", "saving", "loop"], SEED)
-    assert len(victim.kills) == 3
-
-
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_has_the_same_files(tmp_path: Path) -> None:
-    draw = random.Random(SEED)
-    moments = [*("start", "saving", "loop") * 2, *draw.choices(["start", "saving", "loop"], k=16)]
-    victim = kill_and_compare(SmallRuns(tmp_path), 120, moments, SEED)
+    small, steps, draw = SmallRuns(tmp_path), 120, random.Random(SEED)
+    assert small.train(*WORDS, "--train.steps", steps) == 0
+    victim = Victim(small, steps, SEED)
+    for moment in [*("start", "saving", "loop") * 2, *draw.choices(["start", "saving", "loop"], k=16)]:
+        assert victim.live(moment), f"the run ended after {len(victim.kills)} kills: {victim.kills}"
+    assert not victim.live("never")
+    small.same_run("small", "killed", steps)
+    assert [row["step"] for row in small.metrics("killed") if "reward/mean" in row] == list(range(1, steps + 1))
+    assert not any(victim.path.rglob(".*tmp*")) and not any(victim.path.rglob(".saving*"))
     assert len(victim.kills) >= 20 and victim.torn >= 2, victim.kills
 
 

@@ -42,7 +42,7 @@ def test_answers_longer_than_the_kv_cache_are_truncated(small: SmallRuns, capsys
     assert all(rollout.truncated for rollout in answers if len(rollout.token_ids) == held + 1)
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, quick=["grpo", "ppo", "gspo", "bnpo"]))
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, quick=["ppo", "gspo"]))
 def test_every_recipe_trains(small: SmallRuns, recipe: str) -> None:
     assert small.train("--algo.recipe", recipe) == 0
     assert small.summary()["algorithm"] == recipe and small.summary()["steps"] == 2
@@ -61,32 +61,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(small: SmallR
     weights = [(small.checkpoint(2, name) / "model/model.safetensors").read_bytes() for name in "abc"]
     assert weights[0] == weights[1] != weights[2]
     assert small.timeless("a") == small.timeless("b")
-
-
-@pytest.mark.slow
-def test_a_kl_term_limits_the_distance_to_the_reference(small: SmallRuns) -> None:
-    learning = ("--train.steps", 8, "--optim.lr", 3e-3, "--sft.steps", 2, "--sft.batch", 2)
-    words = (*learning, "--save.every", 4, "--save.keep", 99)
-    assert small.train(*words, "--name", "free") == 0
-    assert small.train(*words, "--name", "held", "--algo.kl_coef", 20) == 0
-    held = [row for row in small.metrics("held") if "policy/kl" in row]
-    assert held[0]["policy/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
-    assert held[-1]["policy/kl"] > 0 and held[-1]["loss/kl"] == pytest.approx(20 * held[-1]["policy/kl"], rel=0.5)
-    reference = load_file(small.runs / "held" / "reference" / "model.safetensors")
-    start = load_file(small.checkpoint(0, "held") / "model/model.safetensors")
-    assert start.keys() == reference.keys() and all(reference[key].equal(start[key]) for key in start)
-    away = {}
-    for name in ("free", "held"):
-        end = load_file(small.checkpoint(8, name) / "model/model.safetensors")
-        away[name] = sum(float((end[key] - reference[key]).square().sum()) for key in end)
-    assert 0 < away["held"] < away["free"]
-
-
-def test_another_checkpoint_can_be_the_reference(small: SmallRuns) -> None:
-    assert small.train("--name", "first") == 0
-    assert small.train("--algo.kl_coef", 0.1, "--algo.reference", "run:first@last", "--name", "second") == 0
-    rows = [row for row in small.metrics("second") if "policy/kl" in row]
-    assert rows[0]["policy/kl"] > 0 and not (small.runs / "second" / "reference").exists()
 
 
 def test_dropped_groups_are_replaced_by_new_prompts(small: SmallRuns) -> None:
@@ -152,18 +126,6 @@ def test_training_continues_if_every_prompt_is_too_easy(small: SmallRuns) -> Non
     assert small.summary()["steps"] == 3
 
 
-def test_the_entropy_bonus_follows_its_target(small: SmallRuns) -> None:
-    assert small.train("--train.steps", 3, "--algo.entropy_target", 99) == 0
-    rows = [row for row in small.metrics() if "policy/entropy_coef" in row]
-    assert [row["policy/entropy_coef"] for row in rows] == pytest.approx([0.0, 0.005, 0.01])
-    for row in rows:  # GRPO's weights are those of answers, so the mean over tokens is near, not the same
-        assert row["loss/entropy"] == pytest.approx(-row["policy/entropy_coef"] * row["policy/entropy"], rel=0.2)
-    state = json.loads((small.checkpoint(3) / "state.json").read_text())
-    assert state["algorithm"]["entropy"]["coef"] == pytest.approx(0.015)
-    assert small.train("--train.steps", 2, "--algo.entropy_target", 0.001, "--name", "calm") == 0
-    assert {row["policy/entropy_coef"] for row in small.metrics("calm") if "policy/entropy_coef" in row} == {0.0}
-
-
 def test_mean_log_probabilities_of_sampled_and_of_trained_tokens_are_logged(small: SmallRuns) -> None:
     """Against the rollout files; with an entropy bonus every answer is trained on, so both metrics cover all tokens."""
     assert small.train("--algo.entropy_coef", 1e-9) == 0
@@ -218,35 +180,11 @@ def test_the_soft_overlong_penalty_uses_the_context_limit(small: SmallRuns) -> N
     assert any(rollout.truncated for rollout in rollouts)
 
 
-@pytest.mark.parametrize("settings", [("--algo.soft_overlong_buffer", 0.2), ("--algo.reward_kl_coef", 0.1)])
-def test_bnpo_refuses_reward_shaping_before_the_run_starts(
-    small: SmallRuns, settings: tuple[object, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert small.train("--algo.recipe", "bnpo", *settings) == 2
-    assert "success rates" in capsys.readouterr().err
-    assert not (small.runs / "small").exists()
-
-
-def test_bnpo_accepts_rewards_outside_of_0_to_1(small: SmallRuns) -> None:
-    (small.folder / "wide.py").write_text("def reward(completion, answer):\n    return len(completion) % 5 - 2\n")
-    assert small.train("--algo.recipe", "bnpo", "--reward.function", f"{small.folder}/wide.py:reward") == 0
-    assert changed(small)
-
-
-def test_several_updates_and_passes_change_the_importance_ratio(small: SmallRuns) -> None:
-    assert small.train("--algo.updates", 3, "--train.passes", 2, "--optim.lr", 1e-2) == 0
-    rows = [row for row in small.metrics() if "policy/ratio_max" in row]
-    assert max(row["policy/ratio_max"] for row in rows) > 1.01
-
-
-@pytest.mark.parametrize(("epochs", "prompts", "steps"), [(1, 8, 3), (1.5, 8, 5), (0.5, 24, 1), (2, 7, 7)])
-def test_epochs_count_passes_over_the_train_split(small: SmallRuns, epochs: float, prompts: int, steps: int) -> None:
-    words = ("--train.epochs", epochs, "--train.prompts", prompts, "--train.samples", 2, "--sampling.max_new_tokens", 2)
+def test_epochs_count_passes_over_the_train_split(small: SmallRuns) -> None:
+    words = ("--train.epochs", 1, "--train.prompts", 8, "--train.samples", 2, "--sampling.max_new_tokens", 2)
     assert small.train(*words) == 0
-    assert small.summary()["steps"] == steps
-    if epochs == 1:
-        seen = [g.prompt.id for step in range(1, steps + 1) for g in read_rollouts(small.runs / "small", step)]
-        assert len(seen) == len(set(seen)) == 24
+    seen = [group.prompt.id for step in (1, 2, 3) for group in read_rollouts(small.runs / "small", step)]
+    assert small.summary()["steps"] == 3 and len(seen) == len(set(seen)) == 24
 
 
 @pytest.mark.slow
@@ -380,13 +318,6 @@ def test_rollout_files_hold_what_training_saw(small: SmallRuns) -> None:
             assert all(value <= 0 for value in written.engine_logprobs)
     tokens = sum(rollout.length for group in groups for rollout in group.rollouts)
     assert small.summary()["tokens"] == tokens
-
-
-def test_learning_rate_follows_its_schedule(small: SmallRuns) -> None:
-    words = ("--train.steps", 4, "--optim.schedule", "linear", "--optim.warmup", 2, "--optim.min_lr_ratio", 0.5)
-    assert small.train(*words, "--optim.lr", 1e-3) == 0
-    rates = [row["optim/lr"] for row in small.metrics() if "optim/lr" in row]
-    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3])
 
 
 def test_a_budget_counts_every_answer_and_drives_the_schedule(small: SmallRuns) -> None:

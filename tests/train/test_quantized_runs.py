@@ -17,7 +17,6 @@ from assay.train.learner.parallel import pick_mode
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 NF4 = ("--lora.quantize", "nf4", "--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -44,27 +43,12 @@ def test_a_resumed_run_equals_one_without_interruption(tmp_path: Path, dtype: st
     assert not (small.runs / "small" / "reference").exists()  # the base is the reference
 
 
+@pytest.mark.slow
 def test_the_probe_accepts_the_engine(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     assert small.train(*NF4, "--engine.verify", "probe") == 0
     gaps = [row["sync/probe_gap"] for row in small.metrics() if "sync/probe_gap" in row]
     assert gaps and max(gaps) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--lora.quantize", "nf4"), "set lora.rank above 0"),
-        ((*NF4, "--train.compile", "on"), "train.compile does not work with lora.quantize"),
-        ((*NF4, "--lora.quantize", "int3"), "lora.quantize"),
-    ],
-)
-def test_contradicting_settings_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
-) -> None:
-    small = SmallRuns(tmp_path)
-    assert small.train(*words) == 2
-    assert message in capsys.readouterr().err and not (small.runs / "small").exists()
 
 
 def test_a_quantized_model_is_not_sharded_by_itself() -> None:
@@ -79,17 +63,3 @@ def test_fsdp_is_refused(tmp_path: Path) -> None:
     process = small.launch(2, "train", small.config, *NF4, "--parallel.mode", "fsdp")
     output = process.communicate()[0]
     assert process.returncode and "quantized weights cannot be sharded: set parallel.mode = 'ddp'" in output
-
-
-@pytest.mark.slow
-def test_a_quantized_model_learns_the_demo_task(tmp_path: Path) -> None:
-    """RL with adapters on the 4-bit base improves the demo's model after its warm start."""
-    small = SmallRuns(tmp_path)
-    assert small.train("--train.steps", 0, "--name", "warm", config=DEMO) == 0
-    rl = ("--sft.steps", 0, "--train.steps", 40, "--eval.every", 0, "--save.every", 0)
-    qlora = ("--lora.quantize", "nf4", "--lora.rank", 8, "--optim.lr", 5e-3)
-    words = ("--model", f"run:{small.runs}/warm@last", "--name", "rl", *rl, *qlora)
-    assert small.train(*words, config=DEMO) == 0
-    summary = small.summary("rl")
-    before, after = (summary[label]["accuracy"] for label in ("before", "after"))
-    assert after > before + 0.1, summary

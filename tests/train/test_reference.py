@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import SmallRuns
+from small_run import SmallRuns, abacus_words, llama_folder
 from torch import Tensor
 from train_parts import full_logprobs, make_groups, tiny_decoder
 
@@ -18,10 +17,7 @@ from assay.config import TrainConfig
 from assay.models import Lora, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
-from assay.tasks import make_task
-from assay.text import word_tokenizer
 from assay.train.learner.optim import make_adamw
-from assay.train.learner.pack import pack, rows_of
 from assay.train.learner.update import Updater
 from assay.train.reference import set_reference
 from assay.types import Rollout
@@ -97,34 +93,7 @@ def test_a_dynamic_reference_follows_the_merged_weights() -> None:
     assert torch.equal(reference.model.norm.weight, policy.model.norm.weight)
 
 
-REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "without a KL term": (("--algo.reference_ema", 0.9), "set algo.kl_coef"),
-    "both ways": (
-        ("--algo.reference_ema", 0.9, "--algo.refresh_reference", 2, "--algo.kl_coef", 0.1),
-        "keep one of them",
-    ),
-    "untrained": (("--algo.reference", "preset:tiny", "--algo.kl_coef", 0.1), "is untrained"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_contradictory_settings_are_refused(small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    words, message = REFUSED[name]
-    assert small.train(*words) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not small.runs.exists()
-
-
-def test_a_dynamic_reference_must_have_the_shape_of_the_policy(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--algo.kl_coef", 0.1, "--algo.reference", "run:other@last")
-    assert small.train("--model", "preset:tiny", "--train.steps", 0, "--name", "other") == 0
-    assert small.train(*words, "--algo.refresh_reference", 2) == 2
-    assert "must have the shape" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("budget", [10**6, 25, 1])
+@pytest.mark.parametrize("budget", [10**6, 25])
 def test_ref_logprobs_equal_a_plain_softmax(budget: int) -> None:
     policy, reference = tiny_decoder(), tiny_decoder(seed=5)
     groups = make_groups(policy)
@@ -135,57 +104,6 @@ def test_ref_logprobs_equal_a_plain_softmax(budget: int) -> None:
         every = full_logprobs(reference, ids, temperature=0.7)
         expected = [float(every[i - 1, ids[i]]) for i in range(len(ids)) if mask[i]]
         assert values == pytest.approx(expected, abs=1e-10)
-
-
-@pytest.mark.slow
-def test_reward_kl_changes_what_the_policy_learns(small: SmallRuns) -> None:
-    words = ("--train.steps", 6, "--algo.recipe", "rloo")
-    away = {}
-    for name, more in (("free", ()), ("held", ("--algo.reward_kl_coef", 3, "--algo.reward_kl_per", "token"))):
-        assert small.train(*words, *more, "--name", name) == 0
-        start, end = (weights(small.checkpoint(step, name) / "model") for step in (0, 6))
-        away[name] = sum(float((end[key] - start[key]).square().sum()) for key in end)
-    rows = [row for row in small.metrics("held") if "reward/kl" in row]
-    assert len(rows) == 6 and abs(rows[0]["reward/kl"]) < 1e-5 < abs(rows[-1]["reward/kl"])
-    assert "policy/kl" not in rows[0]  # nothing of it in the loss
-    groups = read_rollouts(small.runs / "held", 6)
-    assert all(len(r.token_advantages or ()) == r.length for group in groups for r in group.rollouts)
-    paid = [r.verdict.reward - r.reward for g in groups for r in g.rollouts if r.verdict]
-    assert sum(paid) / len(paid) == pytest.approx(3 * rows[-1]["reward/kl"], abs=1e-6)
-    assert away["held"] != away["free"]
-
-
-def test_rows_carry_the_advantages_of_tokens() -> None:
-    groups = make_groups(tiny_decoder(), groups=1, samples=2)
-    one, other = groups[0].rollouts
-    one.advantage, other.token_advantages = 2.0, [float(i) for i in range(other.length)]
-    rows = rows_of(groups, make_algorithm("simple"))
-    assert pack(rows, "cpu").advantages.tolist() == [2.0] * one.length + other.token_advantages
-
-
-def llama_folder(folder: Path, hidden: int, words: list[str], padding: int = 0, positions: int = 512) -> Path:
-    """A random model as transformers saves it, with a tokenizer of these words."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = word_tokenizer(words)
-    torch.manual_seed(hidden)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size + padding,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=hidden // 16,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save(folder)
-    return folder
-
-
-def abacus_words() -> list[str]:
-    return list(make_task("abacus").words())  # type: ignore[attr-defined]
 
 
 def transformers_logprobs(folder: Path, rollout: Rollout) -> list[float]:
@@ -199,15 +117,12 @@ def transformers_logprobs(folder: Path, rollout: Rollout) -> list[float]:
     return [float(every[i - 1, token]) for i, (token, mask) in enumerate(written) if mask]
 
 
-@pytest.mark.parametrize("offload", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_a_larger_model_can_be_the_reference(
-    small: SmallRuns, offload: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_larger_model_can_be_the_reference(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     """KL in loss and reward, against transformers' logits of both models."""
     policy = llama_folder(small.folder / "policy", 32, abacus_words())
     reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
     words = ("--model", policy, "--algo.reference", reference, "--algo.kl_coef", 0.1, "--algo.reward_kl_coef", 0.2)
-    assert small.train(*words, "--train.steps", 1, "--train.offload_reference", offload) == 0
+    assert small.train(*words, "--train.steps", 1, "--train.offload_reference", "true") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines.index(f"loading {policy}") < lines.index(f"loading the reference {reference}")
     rollouts = [r for group in read_rollouts(small.runs / "small", 1) for r in group.rollouts]
@@ -222,33 +137,6 @@ def test_a_larger_model_can_be_the_reference(
     assert row["policy/kl"] == pytest.approx(float(((-every).exp() - 1 + every).mean()), rel=1e-3)
     assert row["reward/kl"] == pytest.approx(sum(map(sum, gaps)) / len(gaps), abs=1e-3) and every.abs().max() > 0.5
     assert not (small.runs / "small" / "reference").exists()
-
-
-OTHER: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "other words": (lambda path: llama_folder(path, 64, abacus_words()[::-1]), "has another tokenizer"),
-    "a shorter context": (lambda path: llama_folder(path, 64, abacus_words(), positions=100), "model.max_length = 100"),
-}
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_a_reference_with_another_tokenizer_or_a_shorter_context_is_refused(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    make, message = OTHER[name]
-    policy, reference = llama_folder(small.folder / "policy", 32, abacus_words()), make(small.folder / "other")
-    capsys.readouterr()
-    assert small.train("--model", policy, "--algo.kl_coef", 0.1, "--algo.reference", reference) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not small.runs.exists()
-
-
-def test_a_larger_vocabulary_needs_a_tokenizer_to_compare(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    policy = llama_folder(small.folder / "policy", 32, abacus_words())
-    reference = llama_folder(small.folder / "larger", 64, abacus_words(), padding=5)
-    for file in reference.glob("tokenizer*"):
-        file.unlink()
-    assert small.train("--model", policy, "--algo.kl_coef", 0.1, "--algo.reference", reference) == 2
-    assert "choose a reference with the same tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

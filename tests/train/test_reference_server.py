@@ -38,19 +38,3 @@ def test_a_served_reference_gives_the_run_of_a_local_one(small: SmallRuns, proce
     assert max(row.get("policy/kl", 0.0) for row in local) > 0 and not (small.runs / "served" / "reference").exists()
     weights = [load_file(small.checkpoint(2, name) / "model" / "model.safetensors") for name in ("small", "served")]
     assert all((weights[0][key] - weights[1][key]).abs().max() < 1e-9 for key in weights[0])
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--reference.server", "vllm", "--sampling.temperature", 0.7), "temperature"),
-        (("--algo.reference", "run:small@0"), "algo.reference"),
-        (("--algo.reference_ema", 0.9), "algo.reference_ema"),
-    ],
-)
-def test_settings_that_contradict_a_server_are_one_line(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], named: str
-) -> None:
-    assert small.train("--algo.kl_coef", 0.1, "--reference.url", "http://127.0.0.1:9", *words) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("assay: ") and named in error and not small.runs.exists()

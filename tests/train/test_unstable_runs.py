@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from small_run import SmallRuns, mostly_slow
@@ -18,7 +17,6 @@ from assay.runs.diagnose import Diagnosis, diagnose_run
 CODE = """
 import itertools
 import random
-import time
 
 from assay.engine import NativeEngine
 
@@ -33,11 +31,6 @@ def seldom(completion, answer):
 def diverse(completion, answer):
     words = completion.split()
     return len(set(words)) / 24
-
-def sometimes_slow(completion, answer):
-    if sum(map(ord, completion)) % 8 == 0:
-        time.sleep(30)
-    return sum(map(ord, completion)) % 4 / 3
 
 def imitate(logprobs, behaviour, advantages, low, high):
     return -logprobs, {}
@@ -77,7 +70,6 @@ def imprecise(model, **options):
 STEPS = ("--train.steps", 30, "--train.prompts", 4, "--train.samples", 4)
 NOISE = ("--reward.function", "code.py:noise")
 LONG = ("--sampling.max_new_tokens", 48, "--model.max_length", 128)
-SHORT = ("--train.steps", 5, "--eval.final_examples", 2)
 WARM = ("--sft.steps", 40, "--sft.batch", 24, "--sft.lr", 5e-3, *("--sampling.max_new_tokens", 100))
 SLOWLY = ("--optim.lr", 5e-3, "--optim.warmup", 20, "--train.steps", 48)
 IMITATE = ("--algo.policy_loss", "code.py:imitate")
@@ -110,18 +102,10 @@ RUNS: dict[str, tuple[tuple[object, ...], str]] = {  # by cause: options, and a 
         ("--reward.function", "code.py:seldom", "--train.prompts", 20, "--train.samples", 2),
         "train.samples (now 2)",
     ),
-    "truncated": (
-        ("--reward.function", "", "--reward.length", 1, "--reward.target_length", 10, "--optim.lr", 1e-6),
-        "sampling.max_new_tokens (now 8)",
-    ),
     "mismatch": (("--engine.name", "code.py:imprecise", "--train.steps", 5, "--train.samples", 6), "algo.correction"),
     "stale_weights": (
         ("--engine.name", "code.py:stale", "--engine.verify", "off", "--optim.lr", 1e-2),
         "engine.verify (now off)",
-    ),
-    "judge_fails": (
-        ("--reward.function", "code.py:sometimes_slow", "--reward.workers", 1, "--reward.timeout_s", 0.3, *SHORT),
-        "reward.timeout_s (now 0.3)",
     ),
 }
 
@@ -161,29 +145,6 @@ def test_memory_that_is_nearly_full_is_reported(
     assert small.train("--train.steps", 5) == 0
     assert "97 % of the main memory" in found(small)["memory_full"].evidence
     assert capsys.readouterr().out.partition("paired p")[0].count("97 % of the main memory") == 1
-
-
-@pytest.mark.slow
-def test_a_run_that_is_much_slower_than_the_one_before_is_reported(
-    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from assay.engine import NativeEngine
-    from assay.runs.diagnose import results
-
-    monkeypatch.setattr(results, "MIN_GENERATE_S", 0.0)
-    assert small.train("--train.steps", 8) == 0
-    step = NativeEngine.step
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        import time
-
-        time.sleep(0.6)
-        return step(*args, **kwargs)
-
-    monkeypatch.setattr(NativeEngine, "step", slow)
-    assert small.train("--train.steps", 8, "--name", "second") == 0
-    assert "in run small with the same work" in found(small, "second")["slow"].evidence
-    assert "slow" not in found(small)
 
 
 def test_settings_that_cannot_work_are_named_at_the_start(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
