@@ -132,6 +132,7 @@ class GeneratedTask(Task):
 
     train_size: int
     eval_size: int  # of validation and of test each
+    stored: Task | None = None  # a task with problems from files, used instead
 
     @abstractmethod
     def problem(self, split: str, index: int) -> Prompt:
@@ -141,6 +142,8 @@ class GeneratedTask(Task):
         return self.train_size if split == "train" else self.eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
+        if self.stored is not None:
+            return self.stored.prompts(split)
         check_split(split)
         return LazyPrompts(partial(self.problem, split), self.size(split))
 
