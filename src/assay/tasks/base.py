@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, overload
@@ -35,14 +36,21 @@ def _with_user_errors(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callab
     @wraps(prompts)
     def guarded(task: Task, split: str) -> Sequence[Prompt]:
         call = f'prompts("{split}") of the task {task.name}'
-        try:
+        with user_errors(f"{call} failed"):
             return _check_prompts(prompts(task, split), call)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{call} failed: {describe_user_error(error)}") from error
 
     return guarded
+
+
+@contextmanager
+def user_errors(what: str) -> Iterator[None]:
+    """Convert an exception of a user's code to a UserError that begins with `what`; a UserError stays as it is."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what}: {describe_user_error(error)}") from error
 
 
 def _check_prompts(prompts: Any, call: str) -> Sequence[Prompt]:
@@ -168,12 +176,8 @@ class LazyPrompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return LazyPrompts(self._make, self._indices[index])
         number = self._indices[index]
-        try:
+        with user_errors(f"problem {number} could not be generated"):
             return _check_prompt(self._make(number), f"problem {number} must be a Prompt, but it")
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"problem {number} could not be generated: {describe_user_error(error)}") from error
 
 
 class FilteredPrompts(LazyPrompts):

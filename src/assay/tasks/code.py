@@ -13,7 +13,7 @@ from assay.rewards.code import CODE_FORMS, definition_of, read_tests
 from assay.rewards.numeric import UnreadableGold
 from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
 from assay.tasks.code_problems import NAME, draw_problem
-from assay.tasks.sources import DataRow, RowTask, Source, manifest_of, open_source, read_messages, user_message
+from assay.tasks.sources import DataRow, RowTask, Source, manifest_of, open_source, row_messages, user_message
 from assay.types import Prompt, UserError, describe_error
 
 INSTRUCTIONS = {
@@ -125,10 +125,9 @@ class StoredCode(RowTask):
         if self.form == "continuation" and not fields.get("prefix"):
             raise UserError(f'{row.where} has no "prefix" to continue: use another form')
         identifier = row.values.get("id", row.values.get("task_id", f"{split}/{row.key}"))
-        messages = row.values.get("messages")
         return Prompt(
             id=str(identifier) if str(identifier).startswith("code/") else f"code/{identifier}",
-            messages=read_messages(messages, row.where) if messages else user_message(question, self.instruction),
+            messages=row_messages(row, question, self.instruction),
             answer=program or "",
             solution=None if program is None else self._solution(program),
             fields={name: value for name, value in fields.items() if value},

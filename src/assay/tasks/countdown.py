@@ -11,7 +11,7 @@ from operator import add, mul, sub
 from typing import Any
 
 from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
-from assay.tasks.sources import DataRow, RowTask, Source, open_source, read_messages, user_message
+from assay.tasks.sources import DataRow, RowTask, Source, open_source, row_messages, user_message
 from assay.types import Prompt, UserError
 
 INSTRUCTION = (
@@ -134,13 +134,10 @@ class StoredCountdown(RowTask):
             raise UserError(f'{row.where}: "nums" must be a list of integers, not {nums!r}')
         if type(target) is not int:
             raise UserError(f'{row.where}: "target" must be an integer, not {target!r}')
-        messages = row.values.get("messages")
         solution = row.values.get("solution")
         return Prompt(
             id=str(row.values.get("id", f"countdown/{split}/{row.key}")),
-            messages=read_messages(messages, row.where)
-            if messages
-            else user_message(question(nums, target), self.instruction),
+            messages=row_messages(row, question(nums, target), self.instruction),
             answer=str(target),
             solution=None if solution is None else str(solution),
             fields={"nums": nums, "target": target},

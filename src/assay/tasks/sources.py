@@ -385,6 +385,12 @@ def read_messages(value: Any, where: str) -> tuple[Message, ...]:
     return tuple(Message(role=message["role"], content=message["content"]) for message in value)
 
 
+def row_messages(row: DataRow, question: str, instruction: str) -> tuple[Message, ...]:
+    """Return the messages of a row; without any, the question as the user's message."""
+    messages = row.values.get("messages")
+    return read_messages(messages, row.where) if messages else user_message(question, instruction)
+
+
 def user_message(question: str, instruction: str = "") -> tuple[Message, ...]:
     content = f"{question}\n{instruction}" if instruction else question
     return (Message(role="user", content=content),)
