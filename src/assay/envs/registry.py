@@ -117,7 +117,7 @@ def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
 class FromGymnasium(Env):
     """An environment with Gymnasium's methods, text actions and text observations.
 
-    Each copy has an environment of its own, created by `make`. It is closed when the copy is deleted, or when any of
+    Each copy has a separate environment, created by `make`. It is closed when the copy is deleted, or when any of
     the copies is closed.
     """
 

@@ -82,7 +82,7 @@ def settings(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{name} has the agents {', '.join(agents)}: only environments with one agent are supported")
     ((role, agent),) = agents.items()
     harness = agent.harness.id if agent.harness else default_harness_id(taskset)
-    if harness not in ("null", "bash"):  # without a harness of its own, the default of verifiers is bash
+    if harness not in ("null", "bash"):  # bash is the default of verifiers for an environment without a harness
         raise UserError(f"{name} needs the harness {harness}: only environments that work with null are supported")
     policy = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     return {

@@ -287,7 +287,7 @@ class OverlapReport:
 
 
 def overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt], limit: int | None = None) -> OverlapReport:
-    """Find evaluation prompts whose text equals that of a train prompt, except for case and whitespace.
+    """Find evaluation prompts with the text of a train prompt, except for case and whitespace.
 
     At most `limit` prompts of each split are compared.
     """

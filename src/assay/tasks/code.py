@@ -119,7 +119,7 @@ class StoredCode(RowTask):
         layouts = {"tests": self._assay, "test_list": self._mbpp, "entry_point": self._humaneval}
         layout = next((make for column, make in layouts.items() if row.values.get(column) is not None), None)
         if layout is None:
-            raise UserError(f"{row.where} is no code problem: it needs {LAYOUTS}")
+            raise UserError(f"{row.where} is not a code problem: it needs {LAYOUTS}")
         question, program, fields = layout(row)
         check_tests(fields, row.where)
         if self.form == "continuation" and not fields.get("prefix"):

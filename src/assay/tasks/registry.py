@@ -87,9 +87,9 @@ def _from_object(source: Any, name: str, args: dict[str, Any]) -> Task:
         return call_user(source, name, args)
     rows_args = args
     if callable(source) and not isinstance(source, Task):
-        own = {key: value for key, value in args.items() if key in parameters(source)}
-        rows_args = {key: value for key, value in args.items() if key not in own}
-        source = call_user(source, name, own)
+        function_args = {key: value for key, value in args.items() if key in parameters(source)}
+        rows_args = {key: value for key, value in args.items() if key not in function_args}
+        source = call_user(source, name, function_args)
     if isinstance(source, Task):
         if rows_args:
             raise unknown_name("argument", next(iter(rows_args)), (), where=f"of {name}")

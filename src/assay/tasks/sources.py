@@ -64,7 +64,7 @@ def column_of(values: Mapping[str, Any], name: str) -> Any:
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of all columns; those of an object's fields are dotted."""
+    """Return the names of all columns; the fields of an object have dotted names."""
     names = []
     for name, value in values.items():
         inner = dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) and not prefix else []

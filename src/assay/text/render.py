@@ -264,7 +264,7 @@ class Renderer:
         return self._with_bos(self.tokenizer.encode(text))
 
     def all_prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """`prompt_ids` of many prompts, faster than one by one."""
+        """`prompt_ids` of many prompts, faster than in a loop."""
         texts = [self._escaped_text(prompt) for prompt in prompts]
         return [self._with_bos(ids) for ids in self.tokenizer.encode_all(texts)]
 
@@ -316,7 +316,9 @@ class Renderer:
         reply: Message = {"role": "assistant", "content": PROBE}
         _, found, after = self._chat_text([*self._conversation(prompt), reply, *messages], True).rpartition(PROBE)
         if not found:
-            raise UserError("the chat template drops earlier replies, so episodes cannot go on in it: use another one")
+            raise UserError(
+                "the chat template drops earlier replies, so episodes cannot continue in it: use another one"
+            )
         ids = self.tokenizer.encode(after)
         ended = bool(reply_ids) and bool(ids) and reply_ids[-1] == ids[0] == self._end_id
         return ids[1:] if ended else ids
@@ -326,7 +328,7 @@ class Renderer:
         return self.tokenizer.encode(self._content(text)) if text else []
 
     def rewritten_history(self) -> str:
-        """How the chat template writes earlier replies otherwise than they were sampled; empty if it leaves them alone.
+        """How the chat template changes earlier replies; empty if it renders them as they were sampled.
 
         Episodes keep the tokens as they were sampled. A model that is served with the template sees others.
         """
@@ -349,7 +351,7 @@ class Renderer:
         return self.tokenizer.decode(self._without_end(ids))
 
     def decode_all(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """`decode` of many completions, faster than one by one."""
+        """`decode` of many completions, faster than in a loop."""
         return self.tokenizer.decode_all([self._without_end(ids) for ids in completions])
 
     def _conversation(self, prompt: Prompt) -> list[Message]:
