@@ -1,5 +1,7 @@
 """The process mesh of a run: data-parallel and tensor-parallel ranks, collectives between them, and heartbeats.
 
+Experimental: tested with several processes on CPUs (gloo), never on two GPUs.
+
 `Mesh`: `dp` ranks split each batch, `tp` ranks hold one model together. A single process is a mesh of one rank: it does
 not need torch.distributed, and every collective returns its input.
 

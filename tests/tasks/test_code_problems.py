@@ -43,8 +43,7 @@ def test_programs_do_what_the_sentences_say(argument: str, sentences: list[str],
 def test_every_operation_has_its_parameters_and_fits_others() -> None:
     kinds = {start.kind for start in STARTS}
     for operation in OPERATIONS:
-        names = [name for name, values in operation.choices]
-        for name in names:
+        for name in operation.parameters:
             assert f"{{{name}}}" in operation.sentence and f"{{{name}}}" in operation.line
         assert operation.takes in kinds | {other.gives for other in OPERATIONS}
     assert len(BY_SENTENCE) >= len(OPERATIONS) - 1  # "Reverse the list." is for numbers and for strings

@@ -178,7 +178,7 @@ def test_humaneval_as_continuation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x"}, r"rows.jsonl:1 is no code problem: it needs \"prompt\" and \"tests\""),
+        ({"prompt": "x"}, r"rows.jsonl:1 is not a code problem: it needs \"prompt\" and \"tests\""),
         ({"prompt": "x", "tests": []}, "a list that is not empty"),
         ({"prompt": "x", "tests": ["assert f("]}, "rows.jsonl:1, test 1 is not valid Python"),
         ({"prompt": "x", "tests": ["f(1)"], "setup": "import"}, "set-up of the tests is not valid Python"),

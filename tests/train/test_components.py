@@ -113,7 +113,7 @@ def test_gold_episodes_of_an_environment_train_the_actions_only() -> None:
     env = make_env("guess", high=7, tries=3)
     tokenizer = word_tokenizer(env.words())  # type: ignore[attr-defined]
     prompt = next(one for one in gold_episodes(env)[:20] if len(one.episode) == 3)
-    ids, mask = Renderer(tokenizer).episode_example(prompt)
+    ids, mask = Renderer(tokenizer).worked_example(prompt)
     first, second, third = (action for action, _ in prompt.episode)
     trained = [token for token, mark in zip(ids, mask, strict=True) if mark]
     assert tokenizer.decode(trained, skip_special=False) == f"{first} <eos> {second} <eos> {third} <eos>"

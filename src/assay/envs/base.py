@@ -75,7 +75,7 @@ class Env(Task, ABC):
     def gold_episode(self, prompt: Prompt) -> GoldEpisode:
         """Return a worked episode for SFT: actions, each with what follows it (messages, or text if inline).
 
-        By default, the actions are those of `gold_action`. Empty if they are unknown.
+        By default, `gold_action` returns the actions. Empty if they are unknown.
         """
         env, turns = self.standalone(), list[tuple[str, str | tuple[Message, ...]]]()
         resolve(env.start(prompt))
@@ -158,7 +158,7 @@ class TaskEnv(Env):
         self._train = task.prompts("train")
 
     def extra_words(self) -> Sequence[str]:
-        """Return words beyond those of the task that the environment writes or expects."""
+        """Return words that the environment writes or expects, in addition to the words of the task."""
         return ()
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -202,8 +202,8 @@ class TaskEnv(Env):
 class StepLimit(Env):
     """Truncates the episodes of another environment after `max_steps` steps, as Gymnasium's TimeLimit does.
 
-    A run limits episodes by itself; this is for loops that step an environment. Other attributes are those of `env`.
-    Its methods are plain, also if those of `env` are `async`.
+    A run limits episodes by itself; this is for loops that step an environment. Other attributes are read from `env`.
+    Its methods are plain, even if `env` has `async` methods.
     """
 
     def __init__(self, env: Env, max_steps: int) -> None:
@@ -348,7 +348,7 @@ def check_attributes(env: Env) -> Env:
 
 
 def run_in_thread(work: Callable[[], T]) -> Future[T]:
-    """Start work in a thread of its own.
+    """Start work in a new thread.
 
     A thread cannot be killed: one that hangs is abandoned, and does not prevent the program from exiting.
     """

@@ -290,7 +290,7 @@ class PythonTool(TaskEnv):
         return steps
 
     def apply(self, action: str, result: str | ItemFailure) -> Step:
-        """Continue the reply with the result of a call, or finish the episode if the action is no call."""
+        """Continue the reply with the result of a call, or finish the episode if the action is not a call."""
         self.reply += action
         if self.stop[0] not in action:
             return self.finish(self.reply)

@@ -5,6 +5,7 @@ Gymnasium is imported only when it is used.
 
 from __future__ import annotations
 
+import pkgutil
 import string
 import weakref
 from collections.abc import Callable
@@ -16,8 +17,6 @@ from typing import Any
 from assay.awaiting import resolve, submit
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv, as_messages, check_attributes
 from assay.envs.builtin import Calculator, CountdownTries, GuessNumber, PythonTool, Stepwise
-from assay.envs.verifiers_env import PREFIX as VERIFIERS
-from assay.envs.verifiers_env import load_verifiers_env
 from assay.rewards import load_object
 from assay.tasks import Task, make_task
 from assay.tasks.datasets import PREFIX
@@ -25,6 +24,7 @@ from assay.tasks.registry import call, call_user, parameters
 from assay.types import UserError, missing_extra, unknown_name
 
 MAX_TEXT = 4_096  # characters of a text space
+ADAPTERS = {"verifiers:": "assay.envs.verifiers_env:load_verifiers_env"}  # loaders of other packages' environments
 OPTIONS = ("role", "inline", "stop", "max_steps", "slow", "max_return", "judged", "words")
 ENVS: dict[str, Callable[..., Env]] = {
     env.name: env for env in (TaskEnv, GuessNumber, Stepwise, Calculator, PythonTool, CountdownTries)
@@ -40,18 +40,20 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
     """
     if path is not None:
         args["path"] = str(path)
-    if name.startswith(PREFIX) and task is None:
-        return TaskEnv(make_task(name, **args))
-    if name.startswith(VERIFIERS) and task is None:
-        return check_attributes(load_verifiers_env(name, args))
-    if name.startswith((PREFIX, VERIFIERS)):
-        other = ", or set task.name to it" if name.startswith(PREFIX) else ""
+    prefix = next((prefix for prefix in (PREFIX, *ADAPTERS) if name.startswith(prefix)), "")
+    if prefix and task is not None:
+        other = ", or set task.name to it" if prefix == PREFIX else ""
         raise UserError(f"the environment {name} has its own problems: remove task.name{other}")
+    if prefix == PREFIX:
+        return TaskEnv(make_task(name, **args))
+    if prefix:
+        load = pkgutil.resolve_name(ADAPTERS[prefix])
+        return check_attributes(load(name, args))
     if name.endswith(".py"):
         raise UserError(f"{name} is a file: add the name of the class, as in {name}:MyEnv")
     if name not in ENVS and ":" not in name:
-        forms = f"{PREFIX}NAME", f"{VERIFIERS}ENV_ID", "my_file.py:MyEnv"
-        raise unknown_name("environment", name, ENVS, listed=[*ENVS, *forms])
+        adapted = [f"{prefix}ENV_ID" for prefix in ADAPTERS]
+        raise unknown_name("environment", name, ENVS, listed=[*ENVS, f"{PREFIX}NAME", *adapted, "my_file.py:MyEnv"])
     factory: Any = ENVS[name] if name in ENVS else load_object(name)
     if isinstance(factory, Env):
         return check_attributes(factory)
@@ -115,7 +117,7 @@ def to_gymnasium(env: Env, max_length: int = MAX_TEXT) -> Any:
 class FromGymnasium(Env):
     """An environment with Gymnasium's methods, text actions and text observations.
 
-    Each copy has an environment of its own, created by `make`. It is closed when the copy is deleted, or when any of
+    Each copy has a separate environment, created by `make`. It is closed when the copy is deleted, or when any of
     the copies is closed.
     """
 

@@ -19,8 +19,8 @@ from typing import Any, Self
 from assay.awaiting import resolve
 from assay.envs.base import Env, Info, Observation, Step, as_messages, safe_reset
 from assay.rewards import importing
-from assay.tasks.base import LazyPrompts
-from assay.tasks.sources import DataRow, RowTask, list_source
+from assay.tasks.base import ALL, LazyPrompts, user_errors
+from assay.tasks.jsonl import ListTask
 from assay.types import Message, Prompt, Status, UserError, Verdict, describe_user_error, missing_extra
 
 PREFIX = "verifiers:"
@@ -49,15 +49,9 @@ def load_verifiers_env(name: str, args: Mapping[str, Any]) -> VerifiersEnv:
         resolve_env_config,
     )
 
-    try:
-        config = resolve_env_config(settings(name, args))
-        env = load_environment(config)
-        taskset = env.taskset if env.taskset.bounded else env.taskset.take(MAX_TASKS)
-        tasks = list(taskset)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{name} could not be loaded: {describe_user_error(error)}") from error
+    with user_errors(f"{name} could not be loaded"):
+        env = load_environment(resolve_env_config(settings(name, args)))
+        tasks = list(env.taskset if env.taskset.bounded else env.taskset.take(MAX_TASKS))
     if not tasks:
         raise UserError(f"{name} has no tasks")
     return VerifiersEnv(env, tasks, name)
@@ -88,7 +82,7 @@ def settings(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{name} has the agents {', '.join(agents)}: only environments with one agent are supported")
     ((role, agent),) = agents.items()
     harness = agent.harness.id if agent.harness else default_harness_id(taskset)
-    if harness not in ("null", "bash"):  # without a harness of its own, the default of verifiers is bash
+    if harness not in ("null", "bash"):  # bash is the default of verifiers for an environment without a harness
         raise UserError(f"{name} needs the harness {harness}: only environments that work with null are supported")
     policy = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     return {
@@ -121,7 +115,9 @@ class VerifiersEnv(Env):
         except Exception as error:
             resolve(self.close())
             raise UserError(f"{name} cannot be started: {describe_user_error(error)}") from error
-        self.rows = VerifiersRows(tasks, name, tool_text(first.get("tools") or ()))
+        tools = tool_text(first.get("tools") or ())
+        prompts = [task_prompt(task.data.model_dump(), row, name, tools) for row, task in enumerate(tasks)]
+        self.rows = ListTask(prompts, name)
         self.has_all = self.rows.has_all
 
     async def _start(self) -> Mapping[str, Any]:
@@ -284,33 +280,17 @@ def result(episode: Any) -> Step:
     return "", reward, True, False, {"verdict": Verdict(reward, status, parts=metrics | scores)}
 
 
-class VerifiersRows(RowTask):
-    """The tasks of an environment as prompts."""
-
-    def __init__(self, tasks: Sequence[Any], name: str, tools: str) -> None:
-        rows = [{**task.data.model_dump(), ROW: index} for index, task in enumerate(tasks)]
-        super().__init__(list_source(rows, name))
-        self.name, self.tools = name, tools
-
-    def _convert(self, row: DataRow, origin: str) -> Prompt:
-        return self.to_prompt(row, origin)
-
-    def to_prompt(self, row: DataRow, split: str) -> Prompt:
-        """The prompt of a task; without one, the environment opens the conversation when it starts."""
-        given, system, answer = (row.values.get(key) for key in ("prompt", "system_prompt", "answer"))
-        messages = [{"role": "user", "content": given or ""}] if isinstance(given, str | None) else list(given)
-        if system:
-            messages.insert(0, {"role": "system", "content": system})
-        try:
-            shown = as_text_messages(messages, self.tools)
-        except UserError as error:
-            raise UserError(f"{row.where}: {error}") from None
-        return Prompt(
-            id=f"{self.name}/{split}/{row.key}",
-            messages=tuple(shown),
-            answer=answer if isinstance(answer, str) else "",
-            fields={ROW: row.values[ROW]},
-        )
+def task_prompt(values: Mapping[str, Any], row: int, name: str, tools: str) -> Prompt:
+    """The prompt of a task; without one, the environment opens the conversation when it starts."""
+    given, system, answer = (values.get(key) for key in ("prompt", "system_prompt", "answer"))
+    messages = [{"role": "user", "content": given or ""}] if isinstance(given, str | None) else list(given)
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        shown = as_text_messages(messages, tools)
+    except UserError as error:
+        raise UserError(f"{name}[{row}]: {error}") from None
+    return Prompt(f"{name}/{ALL}/{row}", tuple(shown), answer if isinstance(answer, str) else "", fields={ROW: row})
 
 
 # -- messages and tools as text

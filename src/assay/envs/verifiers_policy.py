@@ -50,7 +50,7 @@ class PolicyClient(Client):  # type: ignore[misc,unused-ignore]
 
 
 class PolicyHarness(Harness[HarnessConfig]):  # type: ignore[misc,unused-ignore]
-    """A conversation with the tools of the task, like verifiers' own harness `null`, but without a process of its own.
+    """A conversation with the tools of the task, like the harness `null` of verifiers, but without a separate process.
 
     Model requests go to the interception server of verifiers, which applies limits and stop conditions.
     """

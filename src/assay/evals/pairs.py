@@ -21,7 +21,7 @@ Key = tuple[str, str, str, int]  # id, text, gold answer, and a number if severa
 
 @dataclass(frozen=True)
 class EvalComparison:
-    """The answers of B compared with those of A, on the questions that both have answered.
+    """The answers of A and B compared, on the questions that both have answered.
 
     Without common questions the comparison is not paired: it is between all questions of A and all of B, `p_value` is
     None, and nothing is gained or lost.
@@ -47,7 +47,7 @@ def compare_evaluations(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
     """Compare the lines of two evaluation files. Neither may be empty."""
     first, second = accuracies(a), accuracies(b)
     common = [key for key in first if key in second]
-    was, now = (np.array([one[key] for key in common or one]) for one in (first, second))
+    was, now = (np.array([rates[key] for key in common or rates]) for rates in (first, second))
     return EvalComparison(
         questions=len(common),
         only_a=len(first) - len(common),
@@ -72,8 +72,8 @@ def accuracies(lines: Sequence[Mapping[str, Any]]) -> dict[Key, float]:
         questions[group] = str(line["prompt_id"]), asked, str(line["answer"])
         correct.setdefault(group, []).append((line["verdict"] or {}).get("status") == Status.OK)
     seen: Counter[tuple[str, str, str]] = Counter()
-    found: dict[Key, float] = {}
+    rates: dict[Key, float] = {}
     for group, question in questions.items():
-        found[(*question, seen[question])] = sum(correct[group]) / len(correct[group])
+        rates[(*question, seen[question])] = sum(correct[group]) / len(correct[group])
         seen[question] += 1
-    return found
+    return rates

@@ -164,8 +164,8 @@ def _newcombe(was: NDArray, now: NDArray, correlation: float, confidence: float)
     (low, high), (low_now, high_now) = (wilson(int(v.sum()), v.size, confidence) for v in (was, now))
     rate, rate_now = (float(v.mean()) for v in (was, now))
 
-    def distance(own: float, other: float) -> float:
-        return math.sqrt(max(own * own - 2 * correlation * own * other + other * other, 0.0))
+    def distance(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * correlation * a * b + b * b, 0.0))
 
     middle = rate_now - rate
     return middle - distance(rate_now - low_now, high - rate), middle + distance(high_now - rate_now, rate - low)

@@ -1,5 +1,7 @@
 """Tensor parallelism: which part of each weight a rank holds, and the decoder's layers for training with such parts.
 
+Experimental: tested with several processes on CPUs (gloo), never on two GPUs.
+
 Projections into attention and the MLP are split by output, projections out of them by input, so that each block needs
 one all-reduce forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053). The vocabulary is split into ranges of
 consecutive tokens; the last range may be shorter. All ranks process the same tokens and compute unsplit weights

@@ -27,7 +27,7 @@ DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
 
 
 def sampling_params(cfg: SamplingConfig | EvalConfig, n: int, training: SamplingConfig | None = None) -> SamplingParams:
-    """Sampling parameters of a config section. A length and stop strings that are not set are those of training."""
+    """Sampling parameters of a config section. Without a length or stop strings, the values of training apply."""
     values = cfg.model_dump(include={field.name for field in fields(SamplingParams)})
     values["max_new_tokens"] = cfg.max_new_tokens or (training.max_new_tokens if training else DEFAULT_NEW_TOKENS)
     values["stop"] = tuple(cfg.stop or (training.stop if training else ()))
@@ -132,11 +132,12 @@ class Collector:
 
     def _serve_on_all_ranks(self, requests: Sequence[tuple[Prompt, Request]], what: str) -> list[Group]:
         """Serve this rank's part and gather all groups in the order of prompts. An error is raised on all ranks."""
-        own = requests[self.mesh.dp_rank :: self.mesh.dp_size]
+        rank_requests = requests[self.mesh.dp_rank :: self.mesh.dp_size]
         result: list[Group] | str | None
         try:
-            work = partial(self._serve, own, self._report_to(what, [request.params for _, request in own]))
-            alone = self.mesh.tp_size == 1  # ranks that serve one model must not be interrupted one by one
+            report = self._report_to(what, [request.params for _, request in rank_requests])
+            work = partial(self._serve, rank_requests, report)
+            alone = self.mesh.tp_size == 1  # ranks that serve a model together must not be interrupted separately
             result = self.stopper.interruptible(work) if self.stopper and alone else work()
         except UserError as error:
             if self.mesh.world == 1:
@@ -163,7 +164,7 @@ class Collector:
         return report
 
     def _serve(self, requests: Sequence[tuple[Prompt, Request]], report: CountReport | None) -> list[Group]:
-        """Groups of these requests; of the ranks that serve one model together, the first returns them."""
+        """Groups of these requests; the first of the ranks that serve a model together returns them."""
         started, counter = time.perf_counter(), SampleCounter(report)
         client = self.thread.client if self.thread is not None else connect(self.engine, self._strict)
         if not client.leads:
@@ -188,7 +189,8 @@ class Collector:
             for group in groups:
                 group.cancel()
         counter.show()
-        if errors and (not self.keep_failures or self.env is not None or all(one.result.exception() for one in groups)):
+        all_failed = all(group.result.exception() for group in groups)
+        if errors and (all_failed or not self.keep_failures or self.env is not None):
             raise RequestError(errors)
         return groups
 
@@ -213,8 +215,9 @@ class Collector:
     def finish(self, played: Sequence[GroupInPlay], started: float | None = None) -> list[Group]:
         """Judge groups that have ended. `started`: see `_judge`."""
         if self.env is not None:
-            return self.judge_episodes([one.prompt for one in played], [one.episodes for one in played], started)
-        failures = {index: error for index, one in enumerate(played) if (error := one.result.exception()) is not None}
+            prompts, episodes = [group.prompt for group in played], [group.episodes for group in played]
+            return self.judge_episodes(prompts, episodes, started)
+        failures = {index: error for index, group in enumerate(played) if (error := group.result.exception())}
         groups = self._as_groups(played)
         self.judge_groups([group for index, group in enumerate(groups) if index not in failures], started)
         for index, error in failures.items():
@@ -224,14 +227,14 @@ class Collector:
 
     def _as_groups(self, played: Sequence[GroupInPlay]) -> list[Group]:
         """Groups of decoded completions, which are not judged yet. Those of requests that failed are empty."""
-        completions = [one.completions for one in played]
+        completions = [group.completions for group in played]
         texts = iter(self.renderer.decode_all([c.appended for samples in completions for c in samples]))
         groups = []
-        for one, samples in zip(played, completions, strict=True):
-            context = list(one.request.prompt_ids) if self.renderer.has_tokens else []
+        for group, samples in zip(played, completions, strict=True):
+            context = list(group.request.prompt_ids) if self.renderer.has_tokens else []
             turns = [Turn(context, completion, next(texts)) for completion in samples]
-            rollouts = [Rollout(one.prompt, sample, [turn]) for sample, turn in enumerate(turns)]
-            groups.append(Group(one.prompt, rollouts))
+            rollouts = [Rollout(group.prompt, sample, [turn]) for sample, turn in enumerate(turns)]
+            groups.append(Group(group.prompt, rollouts))
         return groups
 
     def judge_groups(self, groups: Sequence[Group], started: float | None = None) -> None:

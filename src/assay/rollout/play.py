@@ -52,7 +52,7 @@ class Stepper:
         return await future
 
     def _step_pending(self) -> None:
-        pending = [one for one in self._pending if not one[2].cancelled()]
+        pending = [step for step in self._pending if not step[2].cancelled()]
         self._pending = []
         futures = [future for _, _, future in pending]
         try:
@@ -152,7 +152,7 @@ class GroupInPlay:
         """The number of tokens of each sample so far, as far as it is known."""
         if self.episodes:
             return [episode.sampled_tokens for episode in self.episodes]
-        ended = [one.result() for one in self.turns if one.done() and not one.cancelled() and not one.exception()]
+        ended = [turn.result() for turn in self.turns if turn.done() and not turn.cancelled() and not turn.exception()]
         return [*(completion.length for completion in ended), *client.sampled_tokens(self.turns)]
 
     async def _play(self) -> None:
@@ -181,7 +181,7 @@ class GroupPlayer:
         self._waiting: deque[GroupInPlay] = deque()
 
     def start(self, prompt: Prompt, request: Request, listener: Listener | None = None) -> GroupInPlay:
-        """Play a group; its episodes start as soon as the engine can decode them beside those of earlier groups."""
+        """Play a group; its episodes start as soon as the engine can decode them beside earlier groups."""
         group = GroupInPlay(prompt, request, listener)
         if self.rules is None:
             group.turns = self.client.submit(request)

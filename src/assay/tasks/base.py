@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, overload
@@ -35,14 +36,21 @@ def _with_user_errors(prompts: Callable[[Any, str], Sequence[Prompt]]) -> Callab
     @wraps(prompts)
     def guarded(task: Task, split: str) -> Sequence[Prompt]:
         call = f'prompts("{split}") of the task {task.name}'
-        try:
+        with user_errors(f"{call} failed"):
             return _check_prompts(prompts(task, split), call)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{call} failed: {describe_user_error(error)}") from error
 
     return guarded
+
+
+@contextmanager
+def user_errors(what: str) -> Iterator[None]:
+    """Convert an exception of a user's code to a UserError that begins with `what`; a UserError stays as it is."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what}: {describe_user_error(error)}") from error
 
 
 def _check_prompts(prompts: Any, call: str) -> Sequence[Prompt]:
@@ -132,6 +140,7 @@ class GeneratedTask(Task):
 
     train_size: int
     eval_size: int  # of validation and of test each
+    stored: Task | None = None  # a task with problems from files, used instead
 
     @abstractmethod
     def problem(self, split: str, index: int) -> Prompt:
@@ -141,6 +150,8 @@ class GeneratedTask(Task):
         return self.train_size if split == "train" else self.eval_size
 
     def prompts(self, split: str) -> Sequence[Prompt]:
+        if self.stored is not None:
+            return self.stored.prompts(split)
         check_split(split)
         return LazyPrompts(partial(self.problem, split), self.size(split))
 
@@ -165,12 +176,8 @@ class LazyPrompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return LazyPrompts(self._make, self._indices[index])
         number = self._indices[index]
-        try:
+        with user_errors(f"problem {number} could not be generated"):
             return _check_prompt(self._make(number), f"problem {number} must be a Prompt, but it")
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"problem {number} could not be generated: {describe_user_error(error)}") from error
 
 
 class FilteredPrompts(LazyPrompts):
@@ -280,7 +287,7 @@ class OverlapReport:
 
 
 def overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt], limit: int | None = None) -> OverlapReport:
-    """Find evaluation prompts whose text equals that of a train prompt, except for case and whitespace.
+    """Find evaluation prompts with the text of a train prompt, except for case and whitespace.
 
     At most `limit` prompts of each split are compared.
     """

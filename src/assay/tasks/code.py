@@ -4,7 +4,8 @@ of MBPP and of HumanEval."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from assay.rewards import CodeJudge, Judge
@@ -12,7 +13,7 @@ from assay.rewards.code import CODE_FORMS, definition_of, read_tests
 from assay.rewards.numeric import UnreadableGold
 from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
 from assay.tasks.code_problems import NAME, draw_problem
-from assay.tasks.sources import DataRow, RowTask, Source, manifest_of, open_source, read_messages, user_message
+from assay.tasks.sources import DataRow, RowTask, Source, manifest_of, open_source, row_messages, user_message
 from assay.types import Prompt, UserError, describe_error
 
 INSTRUCTIONS = {
@@ -67,13 +68,9 @@ class Code(GeneratedTask):
         self.steps, self.n_tests, self.seed = steps, tests, seed
         self.train_size, self.eval_size = train_size, eval_size
         self.instruction = INSTRUCTIONS[self.form] if instruction is None else instruction
-        self._stored: StoredCode | None = None
         if path is not None:
-            self._stored = StoredCode(open_source(path), self.form, self.instruction, shown_tests, val_size, seed)
-        self.has_all = self._stored is not None and self._stored.has_all
-
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        return super().prompts(split) if self._stored is None else self._stored.prompts(split)
+            self.stored = StoredCode(open_source(path), self.form, self.instruction, shown_tests, val_size, seed)
+            self.has_all = self.stored.has_all
 
     def problem(self, split: str, index: int) -> Prompt:
         rng = rng_for("code", self.seed, split, index)
@@ -86,7 +83,7 @@ class Code(GeneratedTask):
                 break
         else:
             raise UserError(f"code: these settings allow no problem in the {split} split: allow more steps")
-        calls.sort(key=lambda one: len(f"{one[0]}{one[1]!r}") > MAX_EXAMPLE)  # stable: otherwise in the order drawn
+        calls.sort(key=lambda call: len(f"{call[0]}{call[1]!r}") > MAX_EXAMPLE)  # stable: otherwise in the order drawn
         examples = "\n".join(f"{call} returns {result!r}" for call, result in calls[:N_EXAMPLES])
         question = f"{problem.description}\nExamples:\n{examples}"
         return Prompt(
@@ -101,11 +98,10 @@ class Code(GeneratedTask):
         )
 
     def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
-        own = self._judge
-        return CodeJudge(extract or self.form, strict, own.timeout_s, own.memory_mb, own.partial, own.allow_unconfined)
+        return replace(self._judge, extract=extract or self.form, strict=strict)
 
     def gold_completion(self, prompt: Prompt) -> str:
-        return prompt.solution if prompt.solution is not None else ""
+        return prompt.solution or ""
 
 
 class StoredCode(RowTask):
@@ -120,19 +116,18 @@ class StoredCode(RowTask):
         self.form, self.instruction, self.shown_tests = form, instruction, shown_tests
 
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
-        layouts = {"tests": self._own, "test_list": self._mbpp, "entry_point": self._humaneval}
+        layouts = {"tests": self._assay, "test_list": self._mbpp, "entry_point": self._humaneval}
         layout = next((make for column, make in layouts.items() if row.values.get(column) is not None), None)
         if layout is None:
-            raise UserError(f"{row.where} is no code problem: it needs {LAYOUTS}")
+            raise UserError(f"{row.where} is not a code problem: it needs {LAYOUTS}")
         question, program, fields = layout(row)
         check_tests(fields, row.where)
         if self.form == "continuation" and not fields.get("prefix"):
             raise UserError(f'{row.where} has no "prefix" to continue: use another form')
         identifier = row.values.get("id", row.values.get("task_id", f"{split}/{row.key}"))
-        own = row.values.get("messages")
         return Prompt(
             id=str(identifier) if str(identifier).startswith("code/") else f"code/{identifier}",
-            messages=read_messages(own, row.where) if own else user_message(question, self.instruction),
+            messages=row_messages(row, question, self.instruction),
             answer=program or "",
             solution=None if program is None else self._solution(program),
             fields={name: value for name, value in fields.items() if value},
@@ -141,7 +136,7 @@ class StoredCode(RowTask):
     def _solution(self, program: str) -> str:
         return program if "```" in program else SOLUTIONS[self.form] % program.strip("\n")
 
-    def _own(self, row: DataRow) -> tuple[str, str | None, dict[str, Any]]:
+    def _assay(self, row: DataRow) -> tuple[str, str | None, dict[str, Any]]:
         question = "" if row.values.get("messages") else row.text("prompt", "question", "problem")
         names = row.values.get("entry_points") or []
         if single := row.values.get("entry_point"):

@@ -1,14 +1,17 @@
 """Generated programming problems: a few operations on numbers, words, texts or dictionaries, one after the other.
 
-An operation is a sentence and a line of Python, in which `v` is the value so far. A problem is a start (what the
-function takes) and a list of operations whose types fit together. Its program and its tests follow from the lines.
+An operation is a sentence and a line of Python, in which `v` is the value so far; code_operations.toml has all of them.
+A problem is a start (what the function takes) and a list of operations whose types fit together. Its program and its
+tests follow from the lines.
 """
 
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 NAME = "solve"  # the function that a program has to define
@@ -22,230 +25,26 @@ PERSONS = ("Ann", "Ben", "Clara", "Dan", "Eva", "Finn", "Gus", "Hannah", "Ida", 
 
 @dataclass(frozen=True)
 class CodeOperation:
-    """`line` assigns to `v`; {k} and the like in sentence and line are parameters, drawn from `choices`."""
+    """`line` assigns to `v`; {k} and the like in sentence and line are parameters, drawn from `parameters`."""
 
     takes: str
     gives: str
     sentence: str
     line: str
-    choices: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    parameters: dict[str, Any]  # values: a list, the characters of a text, or {"first": integer, "last": integer}
 
 
-def _op(takes: str, gives: str, sentence: str, line: str, **choices: Any) -> CodeOperation:
-    return CodeOperation(takes, gives, sentence, line, tuple((name, tuple(values)) for name, values in choices.items()))
+def _read_operations() -> list[CodeOperation]:
+    table = tomllib.loads(Path(__file__).with_name("code_operations.toml").read_text(encoding="utf-8"))
+    return [
+        CodeOperation(takes, gives, sentence, f"v = {expression}", parameters[0] if parameters else {})
+        for takes, by_result in table.items()
+        for gives, rows in by_result.items()
+        for sentence, expression, *parameters in rows
+    ]
 
 
-OPERATIONS = (
-    # lists of integers
-    _op("ints", "ints", "Keep only the even numbers.", "v = [x for x in v if x % 2 == 0]"),
-    _op("ints", "ints", "Keep only the odd numbers.", "v = [x for x in v if x % 2 == 1]"),
-    _op("ints", "ints", "Keep only the numbers greater than {k}.", "v = [x for x in v if x > {k}]", k=range(-5, 16)),
-    _op("ints", "ints", "Keep only the numbers less than {k}.", "v = [x for x in v if x < {k}]", k=range(-5, 16)),
-    _op("ints", "ints", "Remove the multiples of {d}.", "v = [x for x in v if x % {d}]", d=range(2, 8)),
-    _op("ints", "ints", "Add {k} to each number.", "v = [x + {k} for x in v]", k=range(1, 20)),
-    _op("ints", "ints", "Subtract each number from {k}.", "v = [{k} - x for x in v]", k=range(0, 20)),
-    _op("ints", "ints", "Multiply each number by {k}.", "v = [x * {k} for x in v]", k=range(2, 12)),
-    _op("ints", "ints", "Square each number.", "v = [x * x for x in v]"),
-    _op("ints", "ints", "Replace each number by its absolute value.", "v = [abs(x) for x in v]"),
-    _op("ints", "ints", "Replace negative numbers by {k}.", "v = [{k} if x < 0 else x for x in v]", k=range(0, 9)),
-    _op("ints", "ints", "Sort the numbers in ascending order.", "v = sorted(v)"),
-    _op("ints", "ints", "Sort the numbers in descending order.", "v = sorted(v, reverse=True)"),
-    _op("ints", "ints", "Reverse the list.", "v = v[::-1]"),
-    _op("ints", "ints", "Remove repeated numbers and keep the first of each.", "v = list(dict.fromkeys(v))"),
-    _op("ints", "ints", "Keep every second number, starting with the first.", "v = v[::2]"),
-    _op("ints", "ints", "Remove the first {k} numbers.", "v = v[{k}:]", k=range(2, 4)),
-    _op("ints", "ints", "Keep only the last {k} numbers.", "v = v[-{k}:]", k=range(2, 5)),
-    _op("ints", "ints", "Move the first number to the end.", "v = v[1:] + v[:1]"),
-    _op(
-        "ints",
-        "ints",
-        "Replace each number by the sum of all numbers up to and including it.",
-        "v = [sum(v[: i + 1]) for i in range(len(v))]",
-    ),
-    _op(
-        "ints",
-        "ints",
-        "Build the list of the differences between each number and the one before it.",
-        "v = [b - a for a, b in zip(v, v[1:])]",
-    ),
-    _op("ints", "int", "Take the sum.", "v = sum(v)"),
-    _op("ints", "int", "Count the numbers.", "v = len(v)"),
-    _op("ints", "int", "Count the different numbers.", "v = len(set(v))"),
-    _op("ints", "int", "Take the largest number, or {k} if there is none.", "v = max(v, default={k})", k=(0, -1)),
-    _op("ints", "int", "Take the smallest number, or {k} if there is none.", "v = min(v, default={k})", k=(0, -1)),
-    _op(
-        "ints",
-        "int",
-        "Subtract the smallest number from the largest one; the result is 0 if there is none.",
-        "v = max(v) - min(v) if v else 0",
-    ),
-    _op(
-        "ints",
-        "int",
-        "Add the first number, subtract the second, add the third, and so on.",
-        "v = sum(v[::2]) - sum(v[1::2])",
-    ),
-    _op(
-        "ints",
-        "bool",
-        "Check whether the numbers are in ascending order; equal ones may follow each other.",
-        "v = v == sorted(v)",
-    ),
-    _op("ints", "bool", "Check whether {k} is among the numbers.", "v = {k} in v", k=range(0, 10)),
-    _op("ints", "words", "Convert each number to a string.", "v = [str(x) for x in v]"),
-    # integers
-    _op("int", "int", "Multiply the result by {k}.", "v = v * {k}", k=range(2, 12)),
-    _op("int", "int", "Take the remainder of the division by {k}.", "v = v % {k}", k=range(3, 12)),
-    _op("int", "int", "Take the sum of its decimal digits, without the sign.", "v = sum(int(c) for c in str(abs(v)))"),
-    _op("int", "bool", "Check whether the result is greater than {k}.", "v = v > {k}", k=range(0, 12)),
-    _op("n", "ints", "Build the list of its decimal digits from left to right.", "v = [int(c) for c in str(v)]"),
-    _op(
-        "n",
-        "ints",
-        "Build the list of its positive divisors in ascending order.",
-        "v = [d for d in range(1, v + 1) if v % d == 0]",
-    ),
-    _op("n", "ints", "Build the list of the integers from 1 to it.", "v = list(range(1, v + 1))"),
-    _op(
-        "n",
-        "ints",
-        "Build the list of the multiples of {k} from {k} to it.",
-        "v = list(range({k}, v + 1, {k}))",
-        k=range(2, 10),
-    ),
-    _op("n", "text", "Write it in base 2, as a string of 0 and 1.", "v = format(v, 'b')"),
-    _op("n", "text", "Write it as a decimal string.", "v = str(v)"),
-    _op("n", "int", "Add {k} to it.", "v = v + {k}", k=range(1, 20)),
-    # lists of words
-    _op(
-        "words",
-        "words",
-        "Keep only the strings with more than {k} characters.",
-        "v = [w for w in v if len(w) > {k}]",
-        k=range(2, 5),
-    ),
-    _op(
-        "words",
-        "words",
-        "Keep only the strings with at most {k} characters.",
-        "v = [w for w in v if len(w) <= {k}]",
-        k=range(2, 5),
-    ),
-    _op(
-        "words", "words", 'Keep only the strings that contain "{c}".', "v = [w for w in v if '{c}' in w]", c="aeinorst"
-    ),
-    _op(
-        "words",
-        "words",
-        'Remove the strings that start with "{c}".',
-        "v = [w for w in v if not w.startswith('{c}')]",
-        c="abcdefgh",
-    ),
-    _op("words", "words", "Reverse each string.", "v = [w[::-1] for w in v]"),
-    _op("words", "words", "Convert each string to upper case.", "v = [w.upper() for w in v]"),
-    _op("words", "words", "Sort the strings alphabetically.", "v = sorted(v)"),
-    _op(
-        "words",
-        "words",
-        "Sort the strings by length, shortest first; keep the order of strings of equal length.",
-        "v = sorted(v, key=len)",
-    ),
-    _op("words", "words", "Reverse the list.", "v = v[::-1]"),
-    _op("words", "words", "Remove repeated strings and keep the first of each.", "v = list(dict.fromkeys(v))"),
-    _op(
-        "words", "words", "Replace each string by its first {k} characters.", "v = [w[:{k}] for w in v]", k=range(1, 4)
-    ),
-    _op("words", "words", "Remove each string that equals its reverse.", "v = [w for w in v if w != w[::-1]]"),
-    _op("words", "ints", "Replace each string by its length.", "v = [len(w) for w in v]"),
-    _op(
-        "words",
-        "ints",
-        'Replace each string by the number of times it contains "{c}".',
-        "v = [w.count('{c}') for w in v]",
-        c="aeinorst",
-    ),
-    _op(
-        "words", "text", 'Join the strings with "{s}" between them.', "v = '{s}'.join(v)", s=("-", "+", "_", ", ", "/")
-    ),
-    _op(
-        "words",
-        "text",
-        "Take the longest string, the first one if there are several, or an empty string if there is none.",
-        "v = max(v, key=len, default='')",
-    ),
-    _op("words", "int", "Count the strings.", "v = len(v)"),
-    _op(
-        "words",
-        "table",
-        "Build a dictionary from each string to its number of occurrences.",
-        "v = {w: v.count(w) for w in v}",
-    ),
-    _op("words", "table", "Build a dictionary from each string to its length.", "v = {w: len(w) for w in v}"),
-    # texts
-    _op("text", "words", "Split it into a list of words, which are separated by one or more spaces.", "v = v.split()"),
-    _op("text", "text", "Reverse it.", "v = v[::-1]"),
-    _op("text", "text", "Convert it to upper case.", "v = v.upper()"),
-    _op(
-        "text",
-        "text",
-        "Remove all vowels (a, e, i, o, u, in lower and upper case).",
-        "v = ''.join(c for c in v if c.lower() not in 'aeiou')",
-    ),
-    _op("text", "text", 'Replace each "{a}" by "{b}".', "v = v.replace('{a}', '{b}')", a="aeinorst", b="xyz*#"),
-    _op("text", "text", "Remove repeated characters and keep the first of each.", "v = ''.join(dict.fromkeys(v))"),
-    _op("text", "text", "Write each character twice.", "v = ''.join(c + c for c in v)"),
-    _op("text", "text", "Keep every second character, starting with the first.", "v = v[::2]"),
-    _op("text", "text", "Remove the first and the last character.", "v = v[1:-1]"),
-    _op("text", "int", "Count its characters.", "v = len(v)"),
-    _op("text", "int", 'Count how often "{c}" occurs.', "v = v.count('{c}')", c="aeinorst"),
-    _op(
-        "text",
-        "int",
-        "Count the vowels (a, e, i, o, u, in lower and upper case).",
-        "v = sum(c.lower() in 'aeiou' for c in v)",
-    ),
-    _op(
-        "text",
-        "table",
-        "Build a dictionary from each character to its number of occurrences.",
-        "v = {c: v.count(c) for c in v}",
-    ),
-    _op("text", "bool", "Check whether it equals its reverse.", "v = v == v[::-1]"),
-    # dictionaries from strings to integers
-    _op(
-        "table",
-        "table",
-        "Keep only the entries whose value is greater than {k}.",
-        "v = {key: x for key, x in v.items() if x > {k}}",
-        k=range(1, 8),
-    ),
-    _op(
-        "table",
-        "table",
-        "Keep only the entries whose value is even.",
-        "v = {key: x for key, x in v.items() if x % 2 == 0}",
-    ),
-    _op("table", "table", "Add {k} to each value.", "v = {key: x + {k} for key, x in v.items()}", k=range(1, 12)),
-    _op("table", "table", "Multiply each value by {k}.", "v = {key: x * {k} for key, x in v.items()}", k=range(2, 6)),
-    _op("table", "table", "Convert each key to lower case.", "v = {key.lower(): x for key, x in v.items()}"),
-    _op("table", "words", "Build the list of the keys in alphabetical order.", "v = sorted(v)"),
-    _op(
-        "table",
-        "words",
-        "Build the list of the keys, those with the largest values first; sort keys with equal values alphabetically.",
-        "v = sorted(v, key=lambda key: (-v[key], key))",
-    ),
-    _op("table", "ints", "Build the list of the values in ascending order.", "v = sorted(v.values())"),
-    _op("table", "int", "Take the sum of the values.", "v = sum(v.values())"),
-    _op("table", "int", "Take the largest value, or 0 if there is none.", "v = max(v.values(), default=0)"),
-    _op(
-        "table",
-        "text",
-        "Take the key with the largest value, the alphabetically first one if there are several, "
-        "or an empty string if there is none.",
-        "v = min(v, key=lambda key: (-v[key], key), default='')",
-    ),
-)
+OPERATIONS = _read_operations()
 
 
 def _ints(rng: random.Random, size: int) -> list[int]:
@@ -344,7 +143,8 @@ def draw_problem(rng: random.Random, steps: int) -> CodeProblem | None:
             return None
         operation = rng.choice(possible)
         sentence, line = operation.sentence, operation.line
-        for name, values in operation.choices:
+        for name, given in operation.parameters.items():
+            values = range(given["first"], given["last"] + 1) if isinstance(given, dict) else given
             value = str(rng.choice(values))
             sentence, line = sentence.replace(f"{{{name}}}", value), line.replace(f"{{{name}}}", value)
         used.append(operation)

@@ -11,7 +11,7 @@ from operator import add, mul, sub
 from typing import Any
 
 from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
-from assay.tasks.sources import DataRow, RowTask, Source, open_source, read_messages, user_message
+from assay.tasks.sources import DataRow, RowTask, Source, open_source, row_messages, user_message
 from assay.types import Prompt, UserError
 
 INSTRUCTION = (
@@ -33,43 +33,37 @@ class Term:
     equations: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class Countdown(GeneratedTask):
     """Generated and unlimited; with `path`, read from rows with `nums`, `target` and optionally `messages`."""
+
+    path: str | None = None
+    numbers: tuple[int, int] = (3, 4)
+    max_number: int = 99
+    max_target: int = 100
+    integers: bool = True  # all intermediate results of the worked solution are positive integers
+    tries: int = 0  # worked solutions show a search: up to `tries` failed attempts before the correct one
+    instruction: str = INSTRUCTION
+    val_size: int | None = None
+    seed: int = 0
+    train_size: int = UNLIMITED
+    eval_size: int = UNLIMITED
 
     name = "countdown"
     default_extract = "answer-tag"
     judge_kind = "countdown"
 
-    def __init__(
-        self,
-        path: str | None = None,
-        numbers: tuple[int, int] = (3, 4),
-        max_number: int = 99,
-        max_target: int = 100,
-        integers: bool = True,
-        tries: int = 0,
-        instruction: str = INSTRUCTION,
-        val_size: int | None = None,
-        seed: int = 0,
-        train_size: int = UNLIMITED,
-        eval_size: int = UNLIMITED,
-    ) -> None:
-        if not 2 <= numbers[0] <= numbers[1] <= 6:
-            raise UserError(f"countdown: numbers must be a range within 2 to 6, such as [3, 4], not {list(numbers)}")
-        if min(max_number, max_target, train_size, eval_size) < 1:
+    def __post_init__(self) -> None:
+        if not 2 <= self.numbers[0] <= self.numbers[1] <= 6:
+            given = list(self.numbers)
+            raise UserError(f"countdown: numbers must be a range within 2 to 6, such as [3, 4], not {given}")
+        if min(self.max_number, self.max_target, self.train_size, self.eval_size) < 1:
             raise UserError("countdown: max_number, max_target, train_size and eval_size must be at least 1")
-        if tries < 0:
+        if self.tries < 0:
             raise UserError("countdown: tries must be at least 0")
-        self.numbers, self.max_number, self.max_target = numbers, max_number, max_target
-        self.integers = integers  # all intermediate results of the worked solution are positive integers
-        self.tries = tries  # worked solutions show a search: up to `tries` failed attempts before the correct one
-        self.instruction, self.seed = instruction, seed
-        self.train_size, self.eval_size = train_size, eval_size
-        self._stored = None if path is None else StoredCountdown(open_source(path), instruction, val_size, seed)
-        self.has_all = self._stored is not None and self._stored.has_all
-
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        return super().prompts(split) if self._stored is None else self._stored.prompts(split)
+        if self.path is not None:
+            self.stored = StoredCountdown(open_source(self.path), self.instruction, self.val_size, self.seed)
+            self.has_all = self.stored.has_all
 
     def problem(self, split: str, index: int) -> Prompt:
         rng = rng_for("countdown", self.seed, split, index)
@@ -140,11 +134,10 @@ class StoredCountdown(RowTask):
             raise UserError(f'{row.where}: "nums" must be a list of integers, not {nums!r}')
         if type(target) is not int:
             raise UserError(f'{row.where}: "target" must be an integer, not {target!r}')
-        own = row.values.get("messages")
         solution = row.values.get("solution")
         return Prompt(
             id=str(row.values.get("id", f"countdown/{split}/{row.key}")),
-            messages=read_messages(own, row.where) if own else user_message(question(nums, target), self.instruction),
+            messages=row_messages(row, question(nums, target), self.instruction),
             answer=str(target),
             solution=None if solution is None else str(solution),
             fields={"nums": nums, "target": target},

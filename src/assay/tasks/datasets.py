@@ -200,7 +200,7 @@ class ReasoningGym(GeneratedTask):
         instruction: str = INSTRUCTION,
         **options: Any,
     ) -> None:
-        """`size` of train, `eval_size` of validation and test each; `options` are those of the dataset."""
+        """`size` of train, `eval_size` of validation and test each; `options` are passed to the dataset."""
         self.dataset_name, self.name = dataset_name, PREFIX + dataset_name
         if not 0 <= seed < SEEDS:
             raise UserError(f"{self.name}: seed must be from 0 to {SEEDS - 1}, not {seed}")

@@ -29,8 +29,8 @@ class MixPart:
         """Return a prompt whose id starts with the label, which is also one of its fields."""
         if TASK_LABEL in prompt.fields:
             raise UserError(f"the fields of {prompt.id} use the reserved name {TASK_LABEL}: rename it")
-        own = prompt.id if prompt.id.startswith(f"{self.label}/") else f"{self.label}/{prompt.id}"
-        return replace(prompt, id=own, fields={**prompt.fields, TASK_LABEL: self.label})
+        prompt_id = prompt.id if prompt.id.startswith(f"{self.label}/") else f"{self.label}/{prompt.id}"
+        return replace(prompt, id=prompt_id, fields={**prompt.fields, TASK_LABEL: self.label})
 
 
 class MixedPrompts(LazyPrompts):
@@ -57,10 +57,10 @@ class MixedPrompts(LazyPrompts):
         cycle, position = divmod(index, len(self.cycle))
         number, rank = self.cycle[position]
         part, prompts = self.parts[number], self.prompts[number]
-        epoch, own = divmod(cycle * self.counts[number] + rank, len(prompts))
+        epoch, index = divmod(cycle * self.counts[number] + rank, len(prompts))
         if len(prompts) < UNLIMITED:  # generated problems are independent of each other
-            own = permuted(own, len(prompts), f"{self.seed}/{part.label}/{epoch}")
-        return part.labelled(prompts[own])
+            index = permuted(index, len(prompts), f"{self.seed}/{part.label}/{epoch}")
+        return part.labelled(prompts[index])
 
 
 class Mix(Task):
@@ -73,18 +73,18 @@ class Mix(Task):
         self.default_extract = parts[0].task.default_extract
         words = [getattr(part.task, "words", None) for part in parts]
         if all(words):
-            self.words = lambda: [*dict.fromkeys(word for own in words if own for word in own())]
+            self.words = lambda: [*dict.fromkeys(word for task_words in words if task_words for word in task_words())]
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """Return endless train problems; of other splits all problems, those of different tasks interleaved."""
+        """Return endless train problems; of other splits all problems, with the tasks interleaved."""
         check_split(split)
         prompts = [part.task.prompts(split) for part in self.parts]
-        for part, own in zip(self.parts, prompts, strict=True):
-            if not len(own):
+        for part, part_prompts in zip(self.parts, prompts, strict=True):
+            if not len(part_prompts):
                 raise UserError(f"the {split} split of {part.label} is empty")
         if split == "train":
             return MixedPrompts(self.parts, prompts, self.seed)
-        finite = [own[: self.eval_size] if len(own) >= UNLIMITED else own for own in prompts]
+        finite = [part[: self.eval_size] if len(part) >= UNLIMITED else part for part in prompts]
         order = sorted(
             ((rank + 0.5) / part.weight, number, rank)
             for number, part in enumerate(self.parts)

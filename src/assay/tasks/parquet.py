@@ -77,9 +77,9 @@ def batch_values(batch: Any) -> list[dict[str, Any]]:
 def column_values(column: Any) -> list[Any]:
     """Return the plain values of a column; binary values stay bytes."""
     if not hasattr(column, "dictionary"):
-        return [value if _is_binary(value) else plain_value(value) for value in column.to_pylist()]
+        return [plain_value(value) for value in column.to_pylist()]
     used = column.indices.unique().drop_null()
-    values = (value if _is_binary(value) else plain_value(value) for value in column.dictionary.take(used).to_pylist())
+    values = map(plain_value, column.dictionary.take(used).to_pylist())
     by_index = dict(zip(used.to_pylist(), values, strict=True))
     return [by_index.get(index) for index in column.indices.to_pylist()]
 
@@ -120,23 +120,21 @@ def _complete(shards: Sequence[Path], stem: str) -> list[Path]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value that JSON can express: dates, decimal numbers and the like become text."""
+    """Return a value that JSON can express: dates, decimal numbers and the like become text.
+
+    Bytes that are not text stay bytes. They are left out of rows and objects; in a list they become text.
+    """
     if isinstance(value, Mapping):
-        return {str(name): plain_value(one) for name, one in value.items() if not _is_binary(one)}
+        fields = ((str(name), plain_value(field)) for name, field in value.items())
+        return {name: field for name, field in fields if not isinstance(field, bytes)}
     if isinstance(value, list | tuple):
-        return [plain_value(one) for one in value]
+        items = map(plain_value, value)
+        return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in items]
     if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _is_binary(value: Any) -> bool:
-    if not isinstance(value, bytes):
-        return False
-    try:
-        value.decode("utf-8")
-    except UnicodeDecodeError:
-        return True
-    return False

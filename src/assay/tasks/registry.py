@@ -11,13 +11,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from assay.rewards import load_object
 from assay.tasks.abacus import Abacus
-from assay.tasks.base import Task
+from assay.tasks.base import Task, user_errors
 from assay.tasks.code import Code
 from assay.tasks.countdown import Countdown
 from assay.tasks.datasets import GSM8K, PREFIX, Math, ReasoningGym
 from assay.tasks.jsonl import Jsonl, ListTask
 from assay.tasks.mix import EVAL_SIZE, Mix, MixPart
-from assay.types import UserError, describe_user_error, unknown_name
+from assay.types import UserError, unknown_name
 
 ENTRY = ("name", "path", "args", "weight", "label")  # keys of a task in a mix
 
@@ -87,9 +87,9 @@ def _from_object(source: Any, name: str, args: dict[str, Any]) -> Task:
         return call_user(source, name, args)
     rows_args = args
     if callable(source) and not isinstance(source, Task):
-        own = {key: value for key, value in args.items() if key in parameters(source)}
-        rows_args = {key: value for key, value in args.items() if key not in own}
-        source = call_user(source, name, own)
+        function_args = {key: value for key, value in args.items() if key in parameters(source)}
+        rows_args = {key: value for key, value in args.items() if key not in function_args}
+        source = call_user(source, name, function_args)
     if isinstance(source, Task):
         if rows_args:
             raise unknown_name("argument", next(iter(rows_args)), (), where=f"of {name}")
@@ -124,12 +124,8 @@ def call_user(factory: Callable[..., Any], owner: str, args: Mapping[str, Any], 
         page = "environments" if hasattr(factory, "step") else "tasks"
         methods = ", ".join(f"{name}()" for name in sorted(missing))
         raise UserError(f"{owner} must define {methods}, see docs/{page}.md")
-    try:
+    with user_errors(f"{owner} could not be created"):
         return call(factory, owner, args, **fixed)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{owner} could not be created: {describe_user_error(error)}") from error
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, bool]:

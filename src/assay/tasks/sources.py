@@ -64,7 +64,7 @@ def column_of(values: Mapping[str, Any], name: str) -> Any:
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of all columns; those of an object's fields are dotted."""
+    """Return the names of all columns; the fields of an object have dotted names."""
     names = []
     for name, value in values.items():
         inner = dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) and not prefix else []
@@ -385,6 +385,12 @@ def read_messages(value: Any, where: str) -> tuple[Message, ...]:
         if not well_formed or not isinstance(message.get("content"), str):
             raise UserError(f'{where}: each message needs a "role" and a "content", both text')
     return tuple(Message(role=message["role"], content=message["content"]) for message in value)
+
+
+def row_messages(row: DataRow, question: str, instruction: str) -> tuple[Message, ...]:
+    """Return the messages of a row; without any, the question as the user's message."""
+    messages = row.values.get("messages")
+    return read_messages(messages, row.where) if messages else user_message(question, instruction)
 
 
 def user_message(question: str, instruction: str = "") -> tuple[Message, ...]:

@@ -26,7 +26,7 @@ class MessageRenderer(Renderer):
         system: str | None = None,
         few_shot: Sequence[Shot] = (),
     ) -> None:
-        """The arguments are those of `Renderer`; the endpoint applies the chat template of its model."""
+        """As for `Renderer`, but the endpoint applies the chat template of its model."""
         if style == "chat" and template is not None:
             raise UserError("prompt.template needs openai.api = completions: a chat endpoint has its own template")
         self.style, self.system, self.few_shot = style, system, tuple(few_shot)

@@ -264,49 +264,45 @@ class Renderer:
         return self._with_bos(self.tokenizer.encode(text))
 
     def all_prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """`prompt_ids` of many prompts, faster than one by one."""
+        """`prompt_ids` of many prompts, faster than in a loop."""
         texts = [self._escaped_text(prompt) for prompt in prompts]
         return [self._with_bos(ids) for ids in self.tokenizer.encode_all(texts)]
 
     def example(self, prompt: Prompt, completion: str) -> tuple[list[int], list[int]]:
-        """Token ids and loss mask for supervised training: 0 for the prompt, 1 for the completion and its end token.
-
-        The completion is tokenized separately, so that the prompt has exactly the ids of `prompt_ids`. In raw style a
-        space separates it from the prompt, as in few-shot examples, unless there is whitespace already.
-        """
-        if self._end_id is None:
-            raise UserError("the tokenizer has no end-of-text token, which supervised training needs: set one")
-        text = self._escaped_text(prompt)
-        prompt_ids = self._with_bos(self.tokenizer.encode(text))
-        completion = self._without_end_text(completion)
-        if self._raw:
-            completion = self._raw.gap(text, completion) + completion
-        completion_ids = [*self.tokenizer.encode(self._content(completion)), self._end_id]
-        return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
+        """Token ids and loss mask for supervised training: 0 for the prompt, 1 for the completion and its end token."""
+        return self._episode_example(prompt, ((self._without_end_text(completion), ""),))
 
     def worked_example(self, prompt: Prompt) -> tuple[list[int], list[int]]:
-        """`example` of the worked episode of a prompt, or of its solution."""
-        return self.episode_example(prompt) if prompt.episode else self.example(prompt, prompt.solution or "")
+        """`example` of the solution of a prompt, or of its worked episode, whose actions have the mask 1."""
+        if prompt.episode:
+            return self._episode_example(prompt, prompt.episode)
+        return self.example(prompt, prompt.solution or "")
 
-    def episode_example(self, prompt: Prompt) -> tuple[list[int], list[int]]:
-        """As `example`, for the worked episode of a prompt: 1 for the actions and their end tokens, 0 for the rest."""
+    def _episode_example(
+        self, prompt: Prompt, episode: Sequence[tuple[str, str | Sequence[Message]]]
+    ) -> tuple[list[int], list[int]]:
+        """`example` of actions, each with what follows it: messages, or text that continues the reply.
+
+        Actions are tokenized separately, so that the prompt has exactly the ids of `prompt_ids`. In raw style a space
+        separates them from the prompt, as in few-shot examples, unless there is whitespace already.
+        """
         if self._end_id is None:
             raise UserError("the tokenizer has no end-of-text token, which supervised training needs: set one")
         text = self._escaped_text(prompt)
         ids = self._with_bos(self.tokenizer.encode(text))
         mask = [0] * len(ids)
-        for number, (action, following) in enumerate(prompt.episode):
+        for number, (action, following) in enumerate(episode):
             inline = isinstance(following, str) and bool(following)
-            if self._raw and (number == 0 or not isinstance(prompt.episode[number - 1][1], str)):
+            if self._raw and (number == 0 or not isinstance(episode[number - 1][1], str)):
                 action = self._raw.gap(text, action) + action
-            own = [*self.tokenizer.encode(self._content(action)), *([] if inline else [self._end_id])]
+            action_ids = [*self.tokenizer.encode(self._content(action)), *([] if inline else [self._end_id])]
             context: list[int] = []
             if isinstance(following, str):
                 context = self.inline_ids(following)
-            elif number + 1 < len(prompt.episode):
-                context = self.next_turn_ids(prompt, own, following)
-            ids += own + context
-            mask += [1] * len(own) + [0] * len(context)
+            elif number + 1 < len(episode):
+                context = self.next_turn_ids(prompt, action_ids, following)
+            ids += action_ids + context
+            mask += [1] * len(action_ids) + [0] * len(context)
         return ids, mask
 
     def next_turn_ids(self, prompt: Prompt, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -320,7 +316,9 @@ class Renderer:
         reply: Message = {"role": "assistant", "content": PROBE}
         _, found, after = self._chat_text([*self._conversation(prompt), reply, *messages], True).rpartition(PROBE)
         if not found:
-            raise UserError("the chat template drops earlier replies, so episodes cannot go on in it: use another one")
+            raise UserError(
+                "the chat template drops earlier replies, so episodes cannot continue in it: use another one"
+            )
         ids = self.tokenizer.encode(after)
         ended = bool(reply_ids) and bool(ids) and reply_ids[-1] == ids[0] == self._end_id
         return ids[1:] if ended else ids
@@ -330,7 +328,7 @@ class Renderer:
         return self.tokenizer.encode(self._content(text)) if text else []
 
     def rewritten_history(self) -> str:
-        """How the chat template writes earlier replies otherwise than they were sampled; empty if it leaves them alone.
+        """How the chat template changes earlier replies; empty if it renders them as they were sampled.
 
         Episodes keep the tokens as they were sampled. A model that is served with the template sees others.
         """
@@ -353,7 +351,7 @@ class Renderer:
         return self.tokenizer.decode(self._without_end(ids))
 
     def decode_all(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """`decode` of many completions, faster than one by one."""
+        """`decode` of many completions, faster than in a loop."""
         return self.tokenizer.decode_all([self._without_end(ids) for ids in completions])
 
     def _conversation(self, prompt: Prompt) -> list[Message]:

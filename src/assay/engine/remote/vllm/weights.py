@@ -1,4 +1,7 @@
-"""How weights get into vLLM servers: from a folder, from shared GPU memory, or through NCCL."""
+"""How weights get into vLLM servers: from a folder, from shared GPU memory, or through NCCL.
+
+Experimental: NCCL has never been run, because it needs two GPUs.
+"""
 
 from __future__ import annotations
 
