@@ -33,7 +33,6 @@ from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
 from assay.train.run import TrainingRun
 from assay.train.sync import (
-    MissedChange,
     SyncError,
     WeightSync,
     as_served,
@@ -293,7 +292,7 @@ def test_scores_that_are_not_finite_are_reported() -> None:
     scores[2][3] = float("nan")
     learning.engine.score = lambda sequences: scores  # type: ignore[method-assign,assignment,misc]
     _, text = learning.steps_to_error()
-    assert "not finite; most at token 4 (id" in text and "of probe sequence 2: nan in the engine" in text
+    assert "is nan, " in text and "most at token 4 (id" in text and "of probe sequence 2: nan in the engine" in text
 
 
 def test_verification_every_n_versions() -> None:
@@ -322,18 +321,6 @@ def test_the_state_of_the_probe_survives_json() -> None:
     assert other.verify(2) == learning.weight_sync.verify(2)
     other.load_state_dict(saved | {"engine": "NativeEngine, torch.float32", "sequences": []})
     assert other.sequences == learning.weight_sync.sequences  # of another engine: not used
-
-
-def test_missed_change_is_certain_only_beyond_chance() -> None:
-    draw = np.random.default_rng(0)
-    clusters = np.arange(0, 960, 30)
-    change = draw.normal(size=960) * np.repeat(draw.normal(size=32), 30)
-    noise = np.repeat(draw.normal(size=32), 30)  # tokens of a cluster have the same noise
-    assert not MissedChange.of(change, noise, clusters).certain
-    missed = MissedChange.of(change, 0.1 * noise - 0.8 * change, clusters)
-    assert missed.certain and missed.share == pytest.approx(0.8, abs=0.1)
-    assert not MissedChange.of(change, 0.1 * noise - 0.3 * change, clusters).certain  # explained by rounding
-    assert not MissedChange.of(change * 0, noise, clusters).certain
 
 
 def test_probe_sequences_contain_prompts_and_random_tokens() -> None:
@@ -399,7 +386,7 @@ def test_a_run_is_verified_by_the_probe_and_resumes_exactly(small: SmallRuns) ->
     assert all(0 < row["sync/probe_gap"] < row["sync/probe_limit"] for row in steps)
     assert steps[3]["sync/probe_change"] > steps[0]["sync/probe_change"] > 0
     states = [json.loads((small.checkpoint(step, "part") / "state.json").read_text()) for step in (0, 4)]
-    assert states[0]["weight_sync"]["start"] == states[1]["weight_sync"]["start"]
+    assert states[0]["weight_sync"] == states[1]["weight_sync"] != {}
 
 
 @pytest.mark.slow
