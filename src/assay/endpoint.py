@@ -270,9 +270,8 @@ def new_client(url: str, api_key: str, proxies: bool = True) -> Any:
 
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
-    proxies = proxies and not is_loopback(
-        urlsplit(url).hostname or ""
-    )  # a proxy that the environment names is for other hosts
+    # A proxy that the environment names is for other hosts.
+    proxies = proxies and not is_loopback(urlsplit(url).hostname or "")
     timeout = httpx.Timeout(None, connect=CONNECT_S)
     base = httpx.URL(url)
     auth = httpx.BasicAuth(base.username, base.password) if base.userinfo else None
