@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, ClassVar
 
 import numpy as np
@@ -155,7 +156,7 @@ class PausableEngine(RemoteEngine):
         server, job, (sample,) = batch.server, batch.job, batch.samples
         ids: list[int] = []
         logprobs: list[float] = []
-        spans: list[tuple[int, int]] = []
+        versions: list[int] = []  # of the weights, by token
         while True:
             await self.gate.wait()
             version = self.info.version
@@ -164,12 +165,11 @@ class PausableEngine(RemoteEngine):
             self._check_version(server, answer, version)
             ids += self._valid_ids(part.token_ids, job.limit - len(ids))
             logprobs += self.valid_logprobs(part.logprobs, len(part.token_ids))
-            if part.token_ids:
-                spans.append((version, len(part.token_ids)))
+            versions += [version] * len(part.token_ids)
             if part.finish is None and len(ids) >= job.limit:
                 part.finish = Finish.LENGTH
             if part.finish is not None:
-                return batch.sent.finish(sample, self._end(job, ids, logprobs, spans, part.finish, version))
+                return batch.sent.finish(sample, self._end(job, ids, logprobs, versions, part.finish, version))
             if part.interrupted and version == self.info.version and self.gate.is_set():
                 raise ServerError(
                     f"the {self.kind} server {server.url} aborted a request: does another program control it?"
@@ -180,16 +180,15 @@ class PausableEngine(RemoteEngine):
         job: Job,
         ids: list[int],
         logprobs: list[float],
-        spans: list[tuple[int, int]],
+        versions: list[int],
         finish: Finish,
         version: int,
     ) -> Completion:
         params = job.request.params
         if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
-            if end < len(ids):
-                ids, logprobs, spans = ids[:end], logprobs[:end], truncated(spans, end)
+            ids, logprobs, versions = ids[:end], logprobs[:end], versions[:end]
             finish = Finish.STOP
-        spans = merged(spans)
+        spans = [(one, len(list(tokens))) for one, tokens in groupby(versions)]
         first = spans[0][0] if spans else version
         several = tuple(spans) if len(spans) > 1 else ()
         return self._checked(Completion(ids, logprobs, list(logprobs), finish, first, version_spans=several), job)
@@ -207,23 +206,3 @@ def first_stop(ids: Sequence[int], stops: tuple[str, ...], stopping: StopStrings
         if stopping.completed(ids[: position + 1], stops):
             return position + 1
     return 0
-
-
-def truncated(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The version spans of the first `length` tokens."""
-    kept: list[tuple[int, int]] = []
-    for version, count in spans:
-        if length > 0:
-            kept.append((version, min(count, length)))
-            length -= count
-    return kept
-
-
-def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The version spans, where neighbors with the same version are one."""
-    result: list[tuple[int, int]] = []
-    for version, count in spans:
-        if result and result[-1][0] == version:
-            count += result.pop()[1]
-        result.append((version, count))
-    return result
