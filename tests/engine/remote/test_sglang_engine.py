@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import logits_after, small_decoder, small_spec
-from http_parts import Answer, SmallServer, small_server
+from http_parts import Answer, SmallServer
 from pausable_parts import POLICY, PROMPT, connected, decode
 from sglang_parts import RULES, FakeSGLang, problem_of
 from stepped import Stepped
 
-from assay.config import SGLangConfig
-from assay.engine import make_engine
 from assay.engine.base import Finished, Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
@@ -132,26 +130,6 @@ def test_a_server_with_another_vocabulary_is_refused(size: int) -> None:
         pass
 
 
-def test_a_server_that_is_not_reachable_or_something_else_is_refused() -> None:
-    with pytest.raises(UserError, match=r"is not reachable .*: start an SGLang server there, or correct sglang.urls"):
-        make_engine(
-            "sglang", POLICY, {"settings": SGLangConfig(urls=["http://127.0.0.1:9"])}, device="cpu", dtype=torch.float32
-        )
-    for answer, message in (
-        (b"<html>", "something that is not JSON"),
-        ({"version": "1"}, "no valid 'max_req_input_len'"),
-        ([1], "no valid 'max_req_input_len'"),
-    ):
-        content = partial(same_answer, answer)
-        with small_server(content) as server, pytest.raises(UserError, match=message):
-            config = SGLangConfig(urls=[server.url])
-            make_engine("sglang", POLICY, {"settings": config}, device="cpu", dtype=torch.float32)
-
-
-def same_answer(answer: Any, path: str, body: Any) -> tuple[int, Any]:
-    return 200, answer
-
-
 def test_garbage_in_answers_fails_the_request_alone() -> None:
     class Broken(FakeSGLang):
         def sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +161,11 @@ def test_garbage_in_answers_fails_the_request_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "changes"), [("/server_info", {"pp_size": [61]}), ("/server_info", {"tp_size": -1}), ("/model_info", None)]
+    ("path", "changes"),
+    [
+        *(("/server_info", {"pp_size": [61]}), ("/server_info", {"tp_size": -1}), ("/model_info", None)),
+        ("/server_info", {"max_req_input_len": None}),
+    ],
 )
 def test_garbage_at_the_start_is_one_line(path: str, changes: Any) -> None:
     fake = FakeSGLang(POLICY, decode)
@@ -207,15 +189,6 @@ def test_weights_of_a_restarted_server_are_not_used(version: str) -> None:
         fake.version = version
         with pytest.raises(UserError, match=f"weights of version {version}, not 3: it was restarted"):
             generate(engine, [request])
-
-
-def test_a_slow_server_is_reported_after_the_time_limit() -> None:
-    fake = FakeSGLang(POLICY, decode)
-    with sglang(fake, timeout_s=0.5) as (engine, _):
-        fake.token_s = 0.2
-        with pytest.raises(UserError, match=r"/generate did not answer within 0.5 s: .* raise sglang.timeout_s"):
-            generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=20), 0)])
-        fake.token_s = 0.0
 
 
 @pytest.mark.parametrize("backup", [True, False])
