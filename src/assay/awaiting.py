@@ -8,13 +8,60 @@ computes. Worker processes have an event loop of their own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from inspect import isawaitable, iscoroutinefunction
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:  # at run time when the first awaitable is there: most worker processes need no event loop
-    from assay.endpoint import LoopThread
+# asyncio is imported in functions, when the first awaitable is there: most worker processes need no event loop.
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An asyncio event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="assay-http", daemon=True)
+        self.thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self.thread.is_alive() and not self.loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread and return its result. If the wait is interrupted, the work is cancelled."""
+        if threading.current_thread() is self.thread:
+            work.close()
+            raise RuntimeError("a blocking call in the thread of an event loop would wait for itself: await it")
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine in the thread. Cancelling the future cancels the work."""
+        import asyncio
+
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Call a function in the thread, without waiting. Ignored after `stop`."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(work)
+
+    def stop(self) -> None:
+        self.call(self.loop.shutdown_asyncgens())  # those of answers that were not read to their end
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
 
 _thread: LoopThread | None = None
 _lock = threading.Lock()
@@ -22,26 +69,25 @@ _lock = threading.Lock()
 
 def submit(work: Awaitable[Any]) -> Future[Any]:
     """Start to await something in the event loop of users' code. Cancelling the future cancels the work."""
-    import asyncio
+    return _loop_thread().submit(_wait(work))
 
-    async def wait() -> Any:
-        return await work
 
-    return asyncio.run_coroutine_threadsafe(wait(), _loop_thread().loop)
+async def _wait(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 def resolve(value: Any) -> Any:
     """Return a value; if it is awaitable, wait for its result. Works in a thread that runs an event loop, too."""
     if not isawaitable(value):
         return value
-    if threading.current_thread() is _loop_thread().thread:  # an async function has called a plain one
-        return _in_another_loop(value)
-    future = submit(value)
+    thread = _loop_thread()
+    if threading.current_thread() is not thread.thread:
+        return thread.call(_wait(value))
+    another = LoopThread()  # an async function has called a plain one
     try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # has an effect only if the wait was interrupted
-        raise
+        return another.call(_wait(value))
+    finally:
+        another.stop()
 
 
 async def awaited(value: Any) -> Any:
@@ -119,22 +165,7 @@ def is_async(function: Any) -> bool:
 
 def _loop_thread() -> LoopThread:
     global _thread
-    from assay.endpoint import LoopThread
-
     with _lock:
         if _thread is None or not _thread.running:
             _thread = LoopThread()
         return _thread
-
-
-def _in_another_loop(value: Awaitable[Any]) -> Any:
-    from assay.endpoint import LoopThread
-
-    async def wait() -> Any:
-        return await value
-
-    thread = LoopThread()
-    try:
-        return thread.call(wait())
-    finally:
-        thread.stop()

@@ -12,9 +12,8 @@ import asyncio
 import json
 import os
 import random
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -22,7 +21,9 @@ from itertools import cycle
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from assay.awaiting import LoopThread
 from assay.config import EndpointConfig
+from assay.listen import is_loopback
 from assay.types import UserError, describe_error, excerpt, hide_credentials, missing_extra, plural
 
 T = TypeVar("T")
@@ -269,7 +270,8 @@ def new_client(url: str, api_key: str, proxies: bool = True) -> Any:
 
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
-    proxies = proxies and not is_loopback(url)  # a proxy that the environment names is for other hosts
+    # A proxy that the environment names is for other hosts.
+    proxies = proxies and not is_loopback(urlsplit(url).hostname or "")
     timeout = httpx.Timeout(None, connect=CONNECT_S)
     base = httpx.URL(url)
     auth = httpx.BasicAuth(base.username, base.password) if base.userinfo else None
@@ -430,11 +432,6 @@ def check_url(text: str) -> str:
     return url
 
 
-def is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def message_of(answer: Answer) -> str:
     """The error message in an answer: OpenAI's format, that of FastAPI, or the beginning of the text."""
     with suppress(ValueError):
@@ -447,39 +444,3 @@ def message_of(answer: Answer) -> str:
 def message_in(content: Mapping[str, Any]) -> str:
     error = content.get("error", content.get("detail", content.get("message", content)))
     return excerpt(str(error.get("message", error) if isinstance(error, Mapping) else error))
-
-
-class LoopThread:
-    """An asyncio event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="assay-http", daemon=True)
-        self.thread.start()
-
-    @property
-    def running(self) -> bool:
-        return self.thread.is_alive() and not self.loop.is_closed()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread and return its result. If the wait is interrupted, the work is cancelled."""
-        if threading.current_thread() is self.thread:
-            work.close()
-            raise RuntimeError("a blocking call in the thread of an event loop would wait for itself: await it")
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def post(self, work: Callable[[], object]) -> None:
-        """Call a function in the thread, without waiting. Ignored after `stop`."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(work)
-
-    def stop(self) -> None:
-        self.call(self.loop.shutdown_asyncgens())  # those of answers that were not read to their end
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()

@@ -33,7 +33,6 @@ from assay.train.learner.parallel import parallelise
 from assay.train.learner.update import Updater
 from assay.train.run import TrainingRun
 from assay.train.sync import (
-    MissedChange,
     SyncError,
     WeightSync,
     as_served,
@@ -146,7 +145,7 @@ def served() -> Iterator[AssayEngine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["rows", "late", "unmerged"])
 @pytest.mark.parametrize("method", ["fingerprint", "probe"])
 def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.Method, kind: str) -> None:
     policy = policy_for("native", kind)
@@ -158,7 +157,7 @@ def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.
     finally:
         del served.update_weights  # type: ignore[attr-defined]
     assert steps <= (2 if kind == "unmerged" and method == "probe" else 1), text
-    if method == "fingerprint" and kind in ("skipped", "rows", "transposed"):
+    if method == "fingerprint" and kind == "rows":
         assert f": 1 weight of {len(broken.first)}: {broken.name} (fing" in text
 
 
@@ -275,25 +274,13 @@ def test_an_engine_that_reports_another_version_is_refused() -> None:
         learning.weight_sync.verify(3)
 
 
-def test_every_server_of_an_engine_is_probed_and_the_stale_one_is_named() -> None:
-    learning = Learning(tiny_decoder(0, torch.float32))
-    stale = learning.engine.score(learning.weight_sync.sequences)
-
-    def score_each(sequences: list[list[int]]) -> dict[str, Any]:
-        return {"http://one": learning.engine.score(sequences), "http://two": stale}
-
-    learning.engine.score_each = score_each  # type: ignore[attr-defined]
-    _, text = learning.steps_to_error()
-    assert "trainer: http://two: " in text
-
-
 def test_scores_that_are_not_finite_are_reported() -> None:
     learning = Learning(tiny_decoder(0, torch.float32))
     scores = learning.engine.score(learning.weight_sync.sequences)
     scores[2][3] = float("nan")
     learning.engine.score = lambda sequences: scores  # type: ignore[method-assign,assignment,misc]
     _, text = learning.steps_to_error()
-    assert "not finite; most at token 4 (id" in text and "of probe sequence 2: nan in the engine" in text
+    assert "is nan, " in text and "most at token 4 (id" in text and "of probe sequence 2: nan in the engine" in text
 
 
 def test_verification_every_n_versions() -> None:
@@ -322,18 +309,6 @@ def test_the_state_of_the_probe_survives_json() -> None:
     assert other.verify(2) == learning.weight_sync.verify(2)
     other.load_state_dict(saved | {"engine": "NativeEngine, torch.float32", "sequences": []})
     assert other.sequences == learning.weight_sync.sequences  # of another engine: not used
-
-
-def test_missed_change_is_certain_only_beyond_chance() -> None:
-    draw = np.random.default_rng(0)
-    clusters = np.arange(0, 960, 30)
-    change = draw.normal(size=960) * np.repeat(draw.normal(size=32), 30)
-    noise = np.repeat(draw.normal(size=32), 30)  # tokens of a cluster have the same noise
-    assert not MissedChange.of(change, noise, clusters).certain
-    missed = MissedChange.of(change, 0.1 * noise - 0.8 * change, clusters)
-    assert missed.certain and missed.share == pytest.approx(0.8, abs=0.1)
-    assert not MissedChange.of(change, 0.1 * noise - 0.3 * change, clusters).certain  # explained by rounding
-    assert not MissedChange.of(change * 0, noise, clusters).certain
 
 
 def test_probe_sequences_contain_prompts_and_random_tokens() -> None:
@@ -399,7 +374,7 @@ def test_a_run_is_verified_by_the_probe_and_resumes_exactly(small: SmallRuns) ->
     assert all(0 < row["sync/probe_gap"] < row["sync/probe_limit"] for row in steps)
     assert steps[3]["sync/probe_change"] > steps[0]["sync/probe_change"] > 0
     states = [json.loads((small.checkpoint(step, "part") / "state.json").read_text()) for step in (0, 4)]
-    assert states[0]["weight_sync"]["start"] == states[1]["weight_sync"]["start"]
+    assert states[0]["weight_sync"] == states[1]["weight_sync"] != {}
 
 
 @pytest.mark.slow

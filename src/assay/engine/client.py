@@ -33,7 +33,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar, cast
 
-from assay.endpoint import LoopThread
+from assay.awaiting import LoopThread
 from assay.engine.base import (
     BaseEngine,
     CountReport,

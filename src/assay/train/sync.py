@@ -1,9 +1,10 @@
 """Weight sync with proof: after every update, the engine must serve the weights of the trainer.
 
 Engines that can compute a fingerprint of their weights are compared with the trainer bit by bit. Other engines are
-probed: trainer and engine score the same fixed sequences. Both use the same weights in the same dtype, so only
-numerical noise may remain, and the noise does not grow. A weight that was not copied adds a difference that grows as
-training changes it. `WeightSync` does either, and an error names the weights or the tokens that differ.
+probed: trainer and engine score the same fixed sequences. Both use the same weights in the same dtype, so the root mean
+square difference of their log-probabilities (the gap) is numerical noise, which does not grow. A weight that was not
+copied adds a difference that grows as training changes it. `WeightSync` does either, and an error names the weights or
+the tokens that differ.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from assay.algos import Algorithm
 from assay.config import AlgoConfig, EngineConfig
 from assay.engine.base import BaseEngine
+from assay.engine.remote.scoring import gap_problem, rms_gap
 from assay.mesh import Mesh, local_tensor, reshard
 from assay.models import PolicyModel
 from assay.models.base import digests, fingerprint
@@ -95,18 +97,13 @@ def raise_together(problem: str, version: int, mesh: Mesh) -> None:
 PROBE_PROMPTS = 12  # probe sequences from prompts of the run; equally many of random tokens
 LENGTH = 32  # tokens of each
 LONG = 256  # tokens of one further sequence, so that weights of later positions take part
-# Root mean square differences in nats that are never reported, by the dtype of the less precise side.
-FLOORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3}
+# Gaps in nats that count as numerical noise, by the dtype of the less precise side.
+FLOORS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3}
 FLOOR = 1e-2  # of bfloat16 and narrower dtypes
 START_LIMIT = 10.0  # largest gap before training, in units of the effect of rounding all weights,
 START_FLOOR = 0.02  # or in nats; a wrong weight causes far more
-LEVEL_LIMIT = 2.5  # largest root mean square gap, in units of that before training
-TOKEN_LIMIT = 4.0  # largest gap of a single token, in units of the largest before training
-STALE_SHARE = 0.5  # share of the trainer's change that the engine may miss, if the share is known with
-CERTAINTY = 8.0  # so many standard errors, so that thousands of checks give no false alarm
+LIMIT = 2.5  # largest gap afterwards, in units of the numerical noise
 PERTURBATION = 2.0**-17  # smallest relative change that stands for rounding: it must exceed the precision of weights
-NOISY = 5.0  # changes of scores in bfloat16 below so many effects of rounding may be noise of the trainer
-KEPT = 0.98  # weight of earlier versions in the sums over versions: about the last 50 count
 
 NEUTRAL = Algorithm(AlgoConfig(advantage="none", policy_loss="reinforce"))  # scores do not depend on an algorithm
 
@@ -207,98 +204,12 @@ def engine_scores(engine: BaseEngine, sequences: Sequence[Sequence[int]]) -> dic
 
 
 @dataclass(frozen=True)
-class ProbeScores:
-    """Log-probabilities of all probe tokens at one version."""
+class ProbeStart:
+    """The probe before training."""
 
-    trainer: np.ndarray
-    engine: np.ndarray
+    trainer: np.ndarray  # log-probabilities of all probe tokens
+    gap: float  # largest of all servers of the main rank
     rounding: float  # root mean square effect of rounding all weights once more
-
-    @property
-    def gap(self) -> np.ndarray:
-        return self.engine - self.trainer
-
-
-def rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
-
-
-@dataclass
-class MissedChange:
-    """Regression of an engine's drift on a change of the trainer's scores: which share of it does the engine miss?
-
-    Tokens of a sequence depend on each other, and so do versions. Sums over clusters of neighboring tokens are nearly
-    independent, and their spread gives the standard error, whatever the dependence over time.
-    """
-
-    products: np.ndarray  # per cluster: sum of change times drift
-    squares: np.ndarray  # per cluster: sum of change squared
-
-    @classmethod
-    def of(cls, change: np.ndarray, drift: np.ndarray, clusters: np.ndarray) -> MissedChange:
-        return cls(np.add.reduceat(change * drift, clusters), np.add.reduceat(change * change, clusters))
-
-    def __add__(self, other: MissedChange) -> MissedChange:
-        return MissedChange(self.products + other.products, self.squares + other.squares)
-
-    def __mul__(self, weight: float) -> MissedChange:
-        return MissedChange(self.products * weight, self.squares * weight)
-
-    @property
-    def share(self) -> float:
-        total = float(self.squares.sum())
-        return -float(self.products.sum()) / total if total else 0.0
-
-    @property
-    def certain(self) -> bool:
-        """Whether the share is large, and that is no coincidence."""
-        total = float(self.squares.sum())
-        error = rms(self.products + self.share * self.squares) * np.sqrt(len(self.products)) / total if total else 0.0
-        return bool(self.share > STALE_SHARE and self.share > CERTAINTY * error)
-
-
-@dataclass
-class Comparison:
-    """Scores of a version, compared with those before training."""
-
-    start: ProbeScores
-    now: ProbeScores
-    floor: float
-
-    @property
-    def noise(self) -> float:
-        """Expected root mean square of the gap: that before training, more if rounding has more effect now."""
-        growth = max(1.0, self.now.rounding / self.start.rounding) if self.start.rounding else 1.0
-        return max(rms(self.start.gap) * growth, self.floor)
-
-    @property
-    def token_noise(self) -> float:
-        """Expected largest gap."""
-        before = np.abs(self.start.gap)
-        return max(float(before.max()) * self.noise / max(rms(before), self.floor), self.floor)
-
-    @property
-    def drift(self) -> np.ndarray:
-        """Change of the engine's scores minus change of the trainer's: constant differences cancel."""
-        return self.now.gap - self.start.gap
-
-    @property
-    def change(self) -> np.ndarray:
-        return self.now.trainer - self.start.trainer
-
-    def problem(self) -> str:
-        """What shows that the engine serves other weights; empty if nothing does."""
-        if not np.isfinite(self.now.engine).all():
-            return "the engine's log-probabilities of probe tokens are not finite"
-        gap, largest = rms(self.now.gap), float(np.abs(self.drift).max())
-        if gap > LEVEL_LIMIT * self.noise:
-            return (
-                f"the root mean square difference of their log-probabilities of probe tokens is {gap:.3g}, and was "
-                f"{rms(self.start.gap):.3g} at the start"
-            )
-        if largest > TOKEN_LIMIT * self.token_noise:
-            return f"the difference of their log-probabilities of a probe token has changed by {largest:.3g}"
-        return ""
 
 
 @dataclass
@@ -314,9 +225,7 @@ class WeightSync:
     method: Method = "fingerprint"
     every: int = 1
     sequences: list[list[int]] = field(default_factory=list)  # of the probe
-    start: ProbeScores | None = None  # before training, of the main rank's engine
-    last: np.ndarray | None = None  # the trainer's scores at the last verification
-    lag: dict[str, MissedChange] = field(default_factory=dict)  # by server: of changes since the verification before
+    start: ProbeStart | None = None
     fingerprint: str | None = None  # of the weights that were verified last
 
     @property
@@ -347,21 +256,26 @@ class WeightSync:
         if not np.isfinite(trainer).all():
             return {}  # training has diverged, which other checks report
         by_server = engine_scores(self.engine, self.sequences)
-        scores = {name: ProbeScores(trainer, engine, rounding) for name, engine in by_server.items()}
+        gaps = {name: rms_gap(engine, trainer) for name, engine in by_server.items()}
         if version == 0 or self.start is None:
-            raise_together(self._start_problem(scores), version, self.mesh)
-            first = self.mesh.broadcast_object(next(iter(by_server.values())))
-            self.start, self.last, self.lag = ProbeScores(trainer, first, rounding), None, {}
-        compared = {name: Comparison(self.start, one, self._floor) for name, one in scores.items()}
-        problems = (self._problem(name, one) for name, one in compared.items())
-        raise_together(next(filter(None, problems), ""), version, self.mesh)
-        self.last = trainer
-        worst = max(compared.values(), key=lambda one: rms(one.now.gap))
+            self._check_gaps(version, trainer, by_server, max(START_LIMIT * rounding, START_FLOOR))
+            self.start = ProbeStart(trainer, self.mesh.broadcast_object(max(gaps.values())), rounding)
+        limit = LIMIT * self._noise(self.start, rounding)
+        self._check_gaps(version, trainer, by_server, limit)
         return {
-            "sync/probe_gap": rms(worst.now.gap),
-            "sync/probe_limit": LEVEL_LIMIT * worst.noise,
-            "sync/probe_change": rms(worst.change),
+            "sync/probe_gap": max(gaps.values()),
+            "sync/probe_limit": limit,
+            "sync/probe_change": rms_gap(trainer, self.start.trainer),
         }
+
+    def _noise(self, start: ProbeStart, rounding: float) -> float:
+        """Expected gap of the right weights: that before training, more if rounding has more effect now."""
+        growth = max(1.0, rounding / start.rounding) if start.rounding else 1.0
+        return max(start.gap * growth, FLOORS.get(self._precision, FLOOR))
+
+    def _check_gaps(self, version: int, trainer: np.ndarray, by_server: Mapping[str, np.ndarray], limit: float) -> None:
+        problems = (self._problem(name, engine, trainer, limit) for name, engine in by_server.items())
+        raise_together(next(filter(None, problems), ""), version, self.mesh)
 
     @property
     def _engine_kind(self) -> str:
@@ -372,10 +286,6 @@ class WeightSync:
         """Of the less precise side."""
         return min(self.engine.info.dtype, self.updater.dtype, key=lambda dtype: dtype.itemsize)
 
-    @property
-    def _floor(self) -> float:
-        return FLOORS.get(self._precision, FLOOR)
-
     def _trainer_scores(self) -> tuple[np.ndarray, float]:
         """Scores with the weights that the engine must have, and the effect of rounding them once more."""
         rounding = torch.finfo(self._precision).eps / 4  # about the root mean square of rounding errors
@@ -384,79 +294,37 @@ class WeightSync:
             exact = trainer_scores(self.updater, self.sequences)
             reshard(self.updater.policy)
             perturb(weights, applied)
-            return exact, rms(trainer_scores(self.updater, self.sequences) - exact) * rounding / applied
+            return exact, rms_gap(trainer_scores(self.updater, self.sequences), exact) * rounding / applied
 
-    def _start_problem(self, scores: Mapping[str, ProbeScores]) -> str:
-        for name, one in scores.items():
-            limit = max(START_LIMIT * one.rounding, START_FLOOR)
-            if not rms(one.gap) <= limit:  # also if it is not a number
-                text = (
-                    f"the root mean square difference of their log-probabilities of probe tokens is {rms(one.gap):.3g}"
-                    f", of which rounding explains at most {limit:.3g}"
-                )
-                return self._with_token(name, text, one)
-        return ""
-
-    def _problem(self, server: str, compared: Comparison) -> str:
-        """What shows that a server has other weights. Adds its drift to the sums over versions."""
-        assert self.start is not None
-        text = compared.problem()
-        least = NOISY * compared.now.rounding if scoring_dtype(self.updater).itemsize < 4 else 0.0
-        if not text and rms(compared.drift) > self._floor and rms(compared.change) > least:
-            missed = MissedChange.of(compared.change, compared.drift, self._clusters)
-            if missed.certain:
-                text = f"the engine misses {missed.share:.0%} of the change of log-probabilities since the start"
-        change = compared.now.trainer - (compared.now.trainer if self.last is None else self.last)
-        if not text and rms(change) > least:
-            latest = MissedChange.of(change, compared.drift, self._clusters)
-            self.lag[server] = self.lag[server] * KEPT + latest if server in self.lag else latest
-            if self.lag[server].certain and rms(compared.drift) > self._floor:
-                text = (
-                    f"the engine misses {self.lag[server].share:.0%} of the latest changes of log-probabilities: it "
-                    "serves an earlier version"
-                )
-        return self._with_token(server, text, compared.now, compared.start) if text else ""
-
-    @property
-    def _clusters(self) -> np.ndarray:
-        """Where clusters of tokens begin; a long sequence has several."""
-        starts, begin = list[int](), 0
-        for ids in self.sequences:
-            starts += range(begin, begin + len(ids) - 1, LENGTH - 1)
-            begin += len(ids) - 1
-        return np.array(starts)
-
-    def _with_token(self, server: str, text: str, now: ProbeScores, start: ProbeScores | None = None) -> str:
-        """A problem, with the token that shows it best."""
-        drift = np.abs(now.gap - start.gap if start else now.gap)
-        at = int(np.argmax(np.where(np.isfinite(drift), drift, np.inf)))
+    def _problem(self, server: str, engine: np.ndarray, trainer: np.ndarray, limit: float) -> str:
+        """What shows that a server has other weights, with the token that shows it best; empty if nothing does."""
+        text = gap_problem(engine, trainer, limit)
+        if not text:
+            return ""
+        gap = np.abs(engine - trainer)
+        at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
         sequence, position = 0, at + 1
         while position >= len(self.sequences[sequence]):
             position -= len(self.sequences[sequence]) - 1
             sequence += 1
-        before = f" (at the start: {start.engine[at]:.4f} and {start.trainer[at]:.4f})" if start else ""
         return (
             f"{f'{server}: ' if server else ''}{text}; most at token {position} (id "
-            f"{self.sequences[sequence][position]}) of probe sequence {sequence}: {now.engine[at]:.4f} in the engine, "
-            f"{now.trainer[at]:.4f} in the trainer{before}"
+            f"{self.sequences[sequence][position]}) of probe sequence {sequence}: {engine[at]:.4f} in the engine, "
+            f"{trainer[at]:.4f} in the trainer"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Empty unless there is a probe. JSON keeps all digits."""
-        if self.start is None or self.last is None:
+        if self.start is None:
             return {}
-        lag = {name: [one.products.tolist(), one.squares.tolist()] for name, one in self.lag.items()}
-        start = [self.start.trainer.tolist(), self.start.engine.tolist(), self.start.rounding]
-        rest = {"sequences": self.sequences, "start": start, "last": self.last.tolist(), "lag": lag}
-        return {"engine": self._engine_kind} | rest
+        start = {"trainer": self.start.trainer.tolist(), "gap": self.start.gap, "rounding": self.start.rounding}
+        return {"engine": self._engine_kind, "sequences": self.sequences, **start}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Scores of another kind of engine are not used: the next verification is then the first one."""
         if self.method == "probe" and saved.get("engine") == self._engine_kind:
-            trainer, engine, rounding = saved["start"]
-            self.sequences, self.last = saved["sequences"], np.array(saved["last"])
-            self.start = ProbeScores(np.array(trainer), np.array(engine), rounding)
-            self.lag = {name: MissedChange(*map(np.array, sums)) for name, sums in saved["lag"].items()}
+            self.sequences = saved["sequences"]
+            self.start = ProbeStart(np.array(saved["trainer"]), saved["gap"], saved["rounding"])
 
 
 def verify_method(cfg: EngineConfig, engine: BaseEngine) -> Method:

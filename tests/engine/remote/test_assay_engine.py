@@ -6,12 +6,10 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -108,32 +106,13 @@ def test_servers_that_cannot_be_used_are_reported_before_the_run(url: str, monke
             assert engine.fingerprint()
 
 
-class OtherProgram(BaseHTTPRequestHandler):
-    answer: bytes = b""
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.answer else 404)
-        self.send_header("Content-Length", str(len(self.answer)))
-        self.end_headers()
-        self.wfile.write(self.answer)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [(b"", "is no assay server"), (b"<html>", "not JSON"), (b"[]", "no description"), (b'{"version": 0}', "no descr")],
+    [((404, b""), "is no assay server"), ((200, b"<html>"), "not JSON"), ((200, {"version": 0}), "no description")],
 )
-def test_another_program_is_reported(answer: bytes, message: str) -> None:
-    handler = type("Handler", (OtherProgram,), {"answer": answer})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
-        thread = threading.Thread(target=other.serve_forever)
-        thread.start()
-        try:
-            assert message in refusal(f"http://127.0.0.1:{other.server_port}")
-        finally:
-            other.shutdown()
-            thread.join()
+def test_another_program_is_reported(answer: Any, message: str) -> None:
+    with small_server(lambda path, body: answer) as other:
+        assert message in refusal(other.url)
 
 
 def test_a_server_with_another_model_of_the_same_vocabulary_is_refused_before_the_run() -> None:

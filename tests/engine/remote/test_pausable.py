@@ -1,28 +1,139 @@
-"""Engines whose servers are paused for updates. test_vllm_engine.py and test_sglang_engine.py interrupt requests."""
+"""Engines whose servers are paused for updates, with strict stand-ins for vLLM and SGLang servers.
+
+What differs is in test_vllm_engine.py and test_sglang_engine.py. Real servers are used in tests/real_vllm and
+tests/real_sglang.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
+from engine_parts import logits_after, small_decoder, small_spec
+from pausable_parts import FAKES, POLICY, PROMPT, connected, decode, logprobs_of
+from stepped import Stepped
 
+from assay.engine.base import Finished, Request, SamplingParams
+from assay.engine.check import ScaledWeights, check_engine
+from assay.engine.client import generate
 from assay.engine.outputs import StopStrings
-from assay.engine.remote.pausable import first_stop, merged, sample_seed, truncated
+from assay.engine.remote.pausable import first_stop, sample_seed
+from assay.types import Finish, UserError
+
+both = pytest.mark.parametrize("backend", ["vllm", "sglang"])
 
 
-def decode(ids: object) -> str:
-    return "".join(chr(ord("a") + token) for token in ids)  # type: ignore[attr-defined]
+@both
+def test_the_engine_satisfies_the_interface(backend: str) -> None:
+    other = small_decoder(small_spec(), seed=5)  # the first update must replace the server's weights
+    hottest = {"hottest": 2.0} if backend == "vllm" else {}
+    with connected(backend, *(FAKES[backend](other, decode) for _ in range(2))) as (engine, _):
+        assert check_engine(Stepped(engine), PROMPT, POLICY, decode, **hottest) == []
+        able = engine.info.capabilities
+        assert (able.temperature_logprobs, able.truncated_logprobs) == (True, False)
+        assert able.fingerprint is (backend == "vllm")
 
 
-def test_version_spans_are_cut_with_the_tokens() -> None:
-    assert truncated([(0, 3), (1, 2), (2, 4)], 4) == [(0, 3), (1, 1)]
-    assert truncated([(0, 3)], 3) == [(0, 3)]
+@both
+def test_log_probabilities_are_those_of_the_policy_at_the_sampling_temperature(backend: str) -> None:
+    with connected(backend, FAKES[backend](POLICY, decode)) as (engine, _):
+        params = SamplingParams(n=4, temperature=0.7, max_new_tokens=6)
+        for completion in generate(engine, [Request(PROMPT, params, seed=1)])[0]:
+            expected = logprobs_of(POLICY, completion.token_ids, 0.7)
+            assert torch.allclose(torch.tensor(completion.engine_logprobs), expected, atol=1e-5)
 
 
-def test_neighboring_spans_of_the_same_version_are_one() -> None:
-    assert merged([(0, 3), (0, 2), (1, 1), (0, 4)]) == [(0, 5), (1, 1), (0, 4)]
-    assert merged([]) == []
+@both
+def test_tokens_after_a_stop_string_are_removed(backend: str) -> None:
+    fake = FAKES[backend](POLICY, decode)
+    sample = fake.sample
+    fake.sample = lambda *given: sample(*given[:-1], given[-1] | {"stop": []})  # notices stop strings late
+    with connected(backend, fake) as (engine, _):
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
+        ids = generate(engine, [Request(PROMPT, greedy, 0)])[0][0].token_ids
+        stop = decode(ids[2:4])
+        cut = generate(engine, [Request(PROMPT, replace(greedy, stop=(stop,)), 0)])[0][0]
+        assert cut.token_ids == ids[: decode(ids).index(stop) + 2] and cut.finish is Finish.STOP
+        assert len(cut.engine_logprobs) == len(cut.token_ids) < 8
 
 
-@pytest.mark.parametrize(("stops", "expected"), [(("cd",), 4), (("d", "b"), 2), (("x",), 0)])
+@both
+def test_a_request_that_an_update_interrupts_is_continued_with_the_new_weights(backend: str) -> None:
+    with connected(backend, FAKES[backend](POLICY, decode, token_s=0.02)) as (engine, servers):
+        running, before_it = Stepped(engine), servers[0].paths().count(engine.path)
+        running.add(Request(PROMPT, SamplingParams(n=2, temperature=0.0, max_new_tokens=20), 0))
+        while servers[0].paths().count(engine.path) < before_it + 2:
+            time.sleep(0.005)
+        time.sleep(0.1)
+        engine.update_weights(ScaledWeights(POLICY), 7)
+        new = small_decoder(small_spec())
+        with torch.no_grad():
+            for (_, target), (_, weight) in zip(new.weights(), ScaledWeights(POLICY).weights(), strict=True):
+                target.copy_(weight)
+        for event in [event for _ in range(2) for event in running.step()]:
+            assert isinstance(event, Finished)
+            ids = event.completion.token_ids
+            (first, before), (second, after) = event.completion.versions
+            assert (first, second) == (0, 7) and before + after == 20 and 0 < before < 20
+            expected = torch.cat((logprobs_of(POLICY, ids)[:before], logprobs_of(new, ids)[before:]))
+            assert torch.allclose(torch.tensor(event.completion.engine_logprobs), expected, atol=1e-4)
+
+
+@both
+def test_scores_of_each_server_show_which_one_differs(backend: str) -> None:
+    fakes = [FAKES[backend](POLICY, decode) for _ in range(2)]
+    with connected(backend, *fakes) as (engine, servers):
+        with torch.no_grad():
+            next(fakes[1].model.parameters()).mul_(1.1)
+        ids = [*PROMPT, POLICY.vocab_size - 1, PROMPT[0]]  # SGLang reports the last token of the vocabulary as 0
+        scores = engine.score_each([ids])
+        assert list(scores) == [server.url for server in servers]
+        expected = logits_after(POLICY, ids)[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        close = [torch.allclose(torch.tensor(scores[server.url][0]), expected, atol=1e-5) for server in servers]
+        assert close == [True, False]
+
+
+@both
+def test_a_server_with_another_model_is_refused_at_the_first_update(backend: str) -> None:
+    fake = FAKES[backend](small_decoder(small_spec(hidden=16)), decode)
+    with (
+        pytest.raises(UserError, match=r"cannot load the weights \(.*size mismatch.*same model"),
+        connected(backend, fake),
+    ):
+        pass
+
+
+@both
+def test_settings_that_cannot_work_are_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+        ({"transport": "ipc"}, "needs a GPU: use 'folder'"),
+        ({"options": {"dtype": torch.float64}}, "has no float64"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(UserError, match=message), connected(backend, FAKES[backend](POLICY, decode), **settings):
+            pass
+
+
+@both
+def test_a_failed_update_resumes_the_servers(backend: str) -> None:
+    fake = FAKES[backend](POLICY, decode)
+    with connected(backend, fake) as (engine, _):
+        with pytest.raises(UserError, match="size mismatch"):
+            engine.update_weights(small_decoder(small_spec(intermediate=64)), 1)
+        assert not fake.paused and engine.info.version == 0
+        waiting = threading.Thread(target=lambda: generate(engine, [Request(PROMPT, SamplingParams(), 0)]))
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(("stops", "expected"), [(("CD",), 4), (("D", "B"), 2), (("x",), 0)])
 def test_the_first_stop_string_ends_the_tokens(stops: tuple[str, ...], expected: int) -> None:
     assert first_stop([0, 1, 2, 3, 4], stops, StopStrings(decode)) == expected
 

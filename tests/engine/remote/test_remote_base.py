@@ -116,16 +116,12 @@ def test_an_invalid_request_fails_alone() -> None:
     ("answer", "message"),
     [
         ((400, {"error": {"message": "prompt too long"}}), "answered 400: prompt too long"),
-        ((500, {"detail": "out of memory"}), "answered 500: out of memory"),
-        ((403, b""), "refused access (403): set vllm.api_key_env"),
         ((200, b"<html>hello</html>"), "something that is not JSON ('<html>hello</html>')"),
         ((200, {"other": 1}), "returned no completions"),
         ((200, {"completions": [{"ids": [61], "logprobs": [-1.0]}]}), "1 tokens, where 1 to 4 of the vocabulary"),
         ((200, {"completions": [{"ids": [1, 2, 3, 4, 5], "logprobs": [-1.0] * 5}]}), "5 tokens, where 1 to 4"),
-        ((200, {"completions": [{"ids": [True], "logprobs": [-1.0]}]}), "1 tokens, where 1 to 4 of the vocabulary"),
         ((200, {"completions": [{"ids": [1, 2], "logprobs": [-1.0]}]}), "not one log-probability for each of 2 tokens"),
         ((200, {"completions": [{"ids": [1], "logprobs": [float("nan")]}]}), "the log-probability nan"),
-        ((200, {"completions": [{"ids": [1], "logprobs": [0.5]}]}), "the log-probability 0.5"),
         ((200, {"completions": [{"ids": [1], "logprobs": [-(10**400)]}]}), "the log-probability -10000"),
     ],
 )

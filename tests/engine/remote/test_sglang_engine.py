@@ -1,17 +1,11 @@
-"""The engine sglang, with a strict stand-in for the server: requests, updates while requests run, bad servers.
-
-Real SGLang servers are used in tests/real_sglang.
-"""
+"""What is special about the engine sglang (see also test_pausable.py), with a strict stand-in for the server."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,65 +14,26 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import logits_after, small_decoder, small_spec
-from http_parts import Answer, SmallServer, small_server
+from http_parts import Answer, SmallServer
+from pausable_parts import POLICY, PROMPT, connected, decode
 from sglang_parts import RULES, FakeSGLang, problem_of
 from stepped import Stepped
 
-from assay.config import SGLangConfig
-from assay.engine import make_engine
 from assay.engine.base import Finished, Request, SamplingParams
-from assay.engine.check import ScaledWeights, check_engine
 from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
-from assay.engine.remote.sglang.engine import SGLangEngine, architecture_of
+from assay.engine.remote.sglang.engine import architecture_of
 from assay.engine.remote.transport import IpcTransport
 from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
-POLICY = small_decoder(small_spec())
-PROMPT = [3, 1, 4, 1, 5]
+sglang = partial(connected, "sglang")
 CPU = torch.device("cpu")
-
-
-def decode(ids: Any) -> str:
-    return "".join(chr(ord("A") + int(token)) for token in ids)
-
-
-@contextmanager
-def sglang(
-    *fakes: FakeSGLang, policy: Any = POLICY, **settings: Any
-) -> Iterator[tuple[SGLangEngine, list[SmallServer]]]:
-    options = {"device": "cpu", "dtype": torch.float32, "decode": decode} | settings.pop("options", {})
-    with ExitStack() as stack:
-        servers = [stack.enter_context(small_server(fake)) for fake in fakes]
-        config = SGLangConfig(urls=[server.url for server in servers], **settings)
-        engine = make_engine("sglang", policy, {"settings": config}, **options)
-        stack.callback(engine.close)
-        assert isinstance(engine, SGLangEngine)
-        yield engine, servers
-        assert [fake.refused for fake in fakes] == [[] for _ in fakes]  # all requests were valid
 
 
 def bodies(server: SmallServer, path: str = "/generate") -> list[Any]:
     return [body for one, body in server.requests if one.split("?")[0] == path]
-
-
-def test_the_engine_satisfies_the_interface() -> None:
-    other = small_decoder(small_spec(), seed=5)  # the first update must replace the server's weights
-    with sglang(FakeSGLang(other, decode), FakeSGLang(other, decode)) as (engine, _):
-        assert check_engine(Stepped(engine), PROMPT, POLICY, decode) == []
-        able = engine.info.capabilities
-        assert (able.temperature_logprobs, able.truncated_logprobs, able.fingerprint) == (True, False, False)
-
-
-def test_log_probabilities_are_those_of_the_policy_at_the_sampling_temperature() -> None:
-    with sglang(FakeSGLang(POLICY, decode)) as (engine, _):
-        params = SamplingParams(n=4, temperature=0.7, max_new_tokens=6)
-        for completion in generate(engine, [Request(PROMPT, params, seed=1)])[0]:
-            rows = (logits_after(POLICY, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 : -1] / 0.7).log_softmax(-1)
-            expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            assert torch.allclose(torch.tensor(completion.engine_logprobs), expected, atol=1e-5)
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_server_applies() -> None:
@@ -119,20 +74,6 @@ def test_end_tokens_of_the_server_that_are_not_stop_tokens_do_not_end_a_sample()
         assert cut.token_ids == ids[: ids.index(ids[2]) + 1] and cut.finish is Finish.STOP
 
 
-def test_tokens_after_a_stop_string_are_removed() -> None:
-    class Late(FakeSGLang):
-        def sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-            return super().sample(rid, prompt, params | {"stop": []})
-
-    with sglang(Late(POLICY, decode)) as (engine, _):
-        greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
-        ids = generate(engine, [Request(PROMPT, greedy, 0)])[0][0].token_ids
-        stop = decode(ids[2:4])
-        cut = generate(engine, [Request(PROMPT, replace(greedy, stop=(stop,)), 0)])[0][0]
-        assert cut.token_ids == ids[: decode(ids).index(stop) + 2] and cut.finish is Finish.STOP
-        assert len(cut.engine_logprobs) == len(cut.token_ids) < 8
-
-
 def test_an_aborted_sample_is_aborted_on_the_server() -> None:
     fake = FakeSGLang(POLICY, decode, token_s=0.02)
     with sglang(fake) as (engine, servers):
@@ -147,34 +88,6 @@ def test_an_aborted_sample_is_aborted_on_the_server() -> None:
         assert isinstance(event, Finished) and event.sample == 1 and len(event.completion.token_ids) == 40
         assert fake.aborted == [body["rid"] for body in bodies(servers[0], "/abort_request")]
         assert len(fake.aborted) == 1
-
-
-def test_a_request_that_an_update_interrupts_is_continued_with_the_new_weights() -> None:
-    fake = FakeSGLang(POLICY, decode, token_s=0.02)
-    with sglang(fake) as (engine, _):
-        running = Stepped(engine)
-        running.add(Request(PROMPT, SamplingParams(n=2, temperature=0.0, max_new_tokens=20), 0))
-        while len(fake.running) < 2:
-            time.sleep(0.005)
-        time.sleep(0.1)
-        engine.update_weights(ScaledWeights(POLICY), 7)
-        assert fake.version == "7"
-        new = small_decoder(small_spec())
-        with torch.no_grad():
-            for (_, target), (_, weight) in zip(new.weights(), ScaledWeights(POLICY).weights(), strict=True):
-                target.copy_(weight)
-        for event in [event for _ in range(2) for event in running.step()]:
-            assert isinstance(event, Finished)
-            ids = event.completion.token_ids
-            (first, before), (second, after) = event.completion.versions
-            assert (first, second) == (0, 7) and before + after == 20 and 0 < before < 20
-            expected = torch.cat((rows_of(POLICY, ids)[:before], rows_of(new, ids)[before:]))
-            assert torch.allclose(torch.tensor(event.completion.engine_logprobs), expected, atol=1e-4)
-
-
-def rows_of(model: Any, ids: list[int]) -> torch.Tensor:
-    rows = logits_after(model, [*PROMPT, *ids])[len(PROMPT) - 1 : -1].log_softmax(-1)
-    return rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("transport", ["folder", "shared"])
@@ -192,19 +105,6 @@ def test_an_update_replaces_all_weights_of_all_servers(transport: str) -> None:
         assert kept == ["/pause_generation", "/flush_cache", "/continue_generation"]
         if transport == "shared":
             assert len(bodies(servers[0], "/update_weights_from_tensor")) > 3
-
-
-def test_scores_of_each_server_show_which_one_differs() -> None:
-    fakes = [FakeSGLang(POLICY, decode), FakeSGLang(POLICY, decode)]
-    with sglang(*fakes) as (engine, servers):
-        with torch.no_grad():
-            next(fakes[1].model.parameters()).mul_(1.1)
-        ids = [*PROMPT, POLICY.vocab_size - 1, PROMPT[0]]  # SGLang reports the last token of the vocabulary as 0
-        scores = engine.score_each([ids])
-        assert list(scores) == [server.url for server in servers]
-        expected = logits_after(POLICY, ids)[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        close = [torch.allclose(torch.tensor(scores[server.url][0]), expected, atol=1e-5) for server in servers]
-        assert close == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -228,46 +128,6 @@ def test_a_server_with_another_vocabulary_is_refused(size: int) -> None:
         sglang(FakeSGLang(other, decode)),
     ):
         pass
-
-
-def test_a_server_with_another_model_is_refused_at_the_first_update() -> None:
-    model = small_decoder(small_spec(hidden=16))
-    with (
-        pytest.raises(UserError, match=r"cannot load the weights \(.*size mismatch.*same model"),
-        sglang(FakeSGLang(model, decode)),
-    ):
-        pass
-
-
-def test_a_server_that_is_not_reachable_or_something_else_is_refused() -> None:
-    with pytest.raises(UserError, match=r"is not reachable .*: start an SGLang server there, or correct sglang.urls"):
-        make_engine(
-            "sglang", POLICY, {"settings": SGLangConfig(urls=["http://127.0.0.1:9"])}, device="cpu", dtype=torch.float32
-        )
-    for answer, message in (
-        (b"<html>", "something that is not JSON"),
-        ({"version": "1"}, "no valid 'max_req_input_len'"),
-        ([1], "no valid 'max_req_input_len'"),
-    ):
-        content = partial(same_answer, answer)
-        with small_server(content) as server, pytest.raises(UserError, match=message):
-            config = SGLangConfig(urls=[server.url])
-            make_engine("sglang", POLICY, {"settings": config}, device="cpu", dtype=torch.float32)
-
-
-def same_answer(answer: Any, path: str, body: Any) -> tuple[int, Any]:
-    return 200, answer
-
-
-def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    for settings, message in (
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
-        ({"transport": "ipc"}, "needs a GPU: use 'folder'"),
-        ({"options": {"dtype": torch.float64}}, "SGLang has no float64"),
-    ):
-        with pytest.raises(UserError, match=message), sglang(FakeSGLang(POLICY, decode), **settings):
-            pass
 
 
 def test_garbage_in_answers_fails_the_request_alone() -> None:
@@ -301,7 +161,11 @@ def test_garbage_in_answers_fails_the_request_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "changes"), [("/server_info", {"pp_size": [61]}), ("/server_info", {"tp_size": -1}), ("/model_info", None)]
+    ("path", "changes"),
+    [
+        *(("/server_info", {"pp_size": [61]}), ("/server_info", {"tp_size": -1}), ("/model_info", None)),
+        ("/server_info", {"max_req_input_len": None}),
+    ],
 )
 def test_garbage_at_the_start_is_one_line(path: str, changes: Any) -> None:
     fake = FakeSGLang(POLICY, decode)
@@ -311,7 +175,7 @@ def test_garbage_at_the_start_is_one_line(path: str, changes: Any) -> None:
         return status, ({**answer, **changes} if changes else [answer]) if at == path else answer
 
     broken.refused = fake.refused  # type: ignore[attr-defined]
-    with pytest.raises(ServerGarbage), sglang(broken):  # type: ignore[arg-type]
+    with pytest.raises(ServerGarbage), sglang(broken):
         pass
 
 
@@ -325,15 +189,6 @@ def test_weights_of_a_restarted_server_are_not_used(version: str) -> None:
         fake.version = version
         with pytest.raises(UserError, match=f"weights of version {version}, not 3: it was restarted"):
             generate(engine, [request])
-
-
-def test_a_slow_server_is_reported_after_the_time_limit() -> None:
-    fake = FakeSGLang(POLICY, decode)
-    with sglang(fake, timeout_s=0.5) as (engine, _):
-        fake.token_s = 0.2
-        with pytest.raises(UserError, match=r"/generate did not answer within 0.5 s: .* raise sglang.timeout_s"):
-            generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=20), 0)])
-        fake.token_s = 0.0
 
 
 @pytest.mark.parametrize("backup", [True, False])
@@ -403,19 +258,6 @@ def test_a_process_does_not_wake_servers_that_it_shares_with_others() -> None:
         engine.ranks.world = None
         assert "/resume_memory_occupation" not in fake.calls
         assert generate(engine, [request])  # alone, it wakes them
-
-
-def test_a_failed_update_continues_the_servers() -> None:
-    fake = FakeSGLang(POLICY, decode)
-    with sglang(fake) as (engine, _):
-        wrong = small_decoder(small_spec(intermediate=64))
-        with pytest.raises(UserError, match="size mismatch"):
-            engine.update_weights(wrong, 1)
-        assert not fake.paused and engine.info.version == 0
-        waiting = threading.Thread(target=lambda: generate(engine, [Request(PROMPT, SamplingParams(), 0)]))
-        waiting.start()
-        waiting.join(30)
-        assert not waiting.is_alive()
 
 
 def test_a_server_that_an_earlier_run_has_left_paused_is_continued() -> None:

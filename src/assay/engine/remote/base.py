@@ -46,7 +46,7 @@ from assay.engine.remote.http import (
 from assay.engine.remote.launch import LaunchedServers, SaveTokenizer
 from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.supervise import JOIN_S, SupervisedServers
-from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
+from assay.engine.remote.transport import FolderTransport, NcclTransport, Transport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.models.base import PolicyModel
 from assay.types import Completion, UserError
@@ -103,7 +103,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         self.options, self.ranks = options, Ranks(options.group)
         self.leads, self.asleep, self.sent = self.ranks.leads, False, set()
         self.size = model.parameter_count * options.dtype.itemsize
-        self.transport: FolderTransport | IpcTransport | NcclTransport | None = None
+        self.transport: Transport | None = None
         max_length = min(model.max_length, options.max_length or model.max_length)
         self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities, model.vocab_size)
         urls, key, launched = settings.urls, key_of(settings.api_key_env, self.section), None

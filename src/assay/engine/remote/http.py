@@ -14,10 +14,10 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
+from assay.awaiting import LoopThread
 from assay.endpoint import (
     Answer,
     BadBody,
-    LoopThread,
     check_url,
     message_of,
     new_client,

@@ -15,13 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
 
 from assay.config import InferenceServerConfig
 from assay.endpoint import key_of, new_client, opened
 from assay.engine.base import EngineOptions
-from assay.engine.remote.nodes import EngineNodes, NodeServer, nodes_folder
+from assay.engine.remote.nodes import NodeServer, nodes_folder, registered_servers
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.process.program import SupervisedProgram, free_port
@@ -45,10 +46,9 @@ class LaunchedServers(ABC):
         """`settings`: the section of the backend, a `RemoteEngineConfig`."""
         self.settings, self.options = settings, options
         self.key = key_of(settings.api_key_env, self.section) or secrets.token_urlsafe(16)  # no other is accepted
-        folder = nodes_folder()
-        self.nodes = EngineNodes(folder) if folder else None
+        self.nodes = nodes_folder()
         self.host = "0.0.0.0" if self.nodes else "127.0.0.1"  # address on which servers listen
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="assay-servers-"))
+        self.folder = self.nodes or Path(tempfile.mkdtemp(prefix="assay-servers-"))
         self.model_folder = self.folder / "model"
         self.programs: dict[str, SupervisedProgram | NodeServer] = {}  # by URL
         self.restarts: dict[str, int] = {}  # by URL
@@ -94,11 +94,12 @@ class LaunchedServers(ABC):
             command, log = self._command(index, port, max_length), self.folder / f"server-{index}.log"
             self.programs[f"http://127.0.0.1:{port}"] = SupervisedProgram(command, log, self._environment(index))
 
-    def _start_on_nodes(self, nodes: EngineNodes, max_length: int) -> None:
-        servers = nodes.wait(self.settings.start_timeout_s, self.section)
-        self.programs |= {server.url: server for server in servers}
-        commands = [self._command(index, server.port, max_length) for index, server in enumerate(servers)]
-        nodes.start(servers, commands, [self._environment(index) for index in range(len(servers))])
+    def _start_on_nodes(self, folder: Path, max_length: int) -> None:
+        servers = registered_servers(folder, self.settings.start_timeout_s, self.section)
+        for index, server in enumerate(servers):
+            port = urlsplit(server.url).port or 80
+            server.start(self._command(index, port, max_length), self._environment(index))
+            self.programs[server.url] = server
 
     def _wait(self, url: str) -> None:
         """Wait until a server is ready."""
@@ -117,12 +118,9 @@ class LaunchedServers(ABC):
             time.sleep(POLL_S)
 
     def restart(self, url: str) -> None:
-        """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away.
-
-        Engine nodes have a limit of their own.
-        """
+        """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away."""
         self.restarts[url] = self.restarts.get(url, 0) + 1
-        if self.nodes is not None or self.restarts[url] <= MAX_RESTARTS:
+        if self.restarts[url] <= MAX_RESTARTS:
             self.programs[url].restart()
 
     def death(self, url: str) -> str:

@@ -1,14 +1,14 @@
 """Servers on engine nodes: hosts that only generate and share a folder with the trainer.
 
-Each engine node runs `assay.cli.slurm.engine_node`. Both sides write JSON files into the folder, which the environment
-variable `ENGINE_NODES` names:
+Each engine node runs `assay.cli.slurm.engine_node`. The environment variable `ENGINE_NODES` names the folder:
 
-- `node-N.json`: written by node N when it is ready: its host, the ports of its servers and their log files.
+- `server-N-K.json`: written by node N: URL and log file of its server K, which is not started yet.
 - `model/`: written by the trainer: the model that is served, without weights.
-- `servers.json`: written by the trainer: command and environment of each server, by node.
-- `server-N-K.json`: written by node N: how often server K was started, and how it ended.
-- `restart-N-K`: written by the trainer: server K of node N does not answer and has to be started again.
+- `start-N-K.json`: written by the trainer: command and environment of the server, and the number of its starts.
+- `state-N-K.json`: written by the node: the last of these starts, and how the server ended.
 - `weights/`: written by the trainer during weight updates.
+
+As on its own host, only the trainer decides when a server is started again (see `supervise`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,88 +49,52 @@ class NodeServer:
     """A server on an engine node, as the trainer sees it."""
 
     folder: Path
-    node: int
-    index: int  # among the servers of the node
-    host: str
-    port: int
+    name: str  # "N-K"
+    url: str
     log: Path
-    known_starts: int = 1
+    starts: int = 0
+    request: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+    def start(self, command: list[str], environment: Mapping[str, str]) -> None:
+        """`environment`: complete; the node gets what differs from that of this process."""
+        changes = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        self.request = {"command": command, "environment": changes}
+        self.restart()
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return read_object(state_file(self.folder, self.node, self.index))
+    def restart(self) -> None:
+        """Ask the node to kill the server, if it is running, and to start it."""
+        self.starts += 1
+        write_object(self.folder / f"start-{self.name}.json", {**self.request, "starts": self.starts})
 
     @property
     def ended(self) -> str | None:
         """How the server ended; None while it is running, and before its node has started it."""
-        return self.state.get("ended") or None
+        state = read_object(self.folder / f"state-{self.name}.json")
+        return state["ended"] or None if state.get("starts") == self.starts else None
 
     def tail(self) -> str:
         return last_error(self.log)
-
-    def restart(self) -> None:
-        """Ask the node to start the server again, unless the node has noticed by itself that the server has ended."""
-        state = self.state
-        if state.get("ended"):
-            return
-        starts = state.get("starts", 0)
-        if starts <= self.known_starts:
-            restart_file(self.folder, self.node, self.index).touch()
-            starts = self.known_starts + 1
-        self.known_starts = starts
 
     def close(self) -> None:
         """Nothing: the node stops its servers when the job ends."""
 
 
-class EngineNodes:
-    """The engine nodes of a job, as the trainer sees them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def wait(self, timeout_s: float, section: str) -> list[NodeServer]:
-        """All servers, when all nodes are ready. `section`: of the settings, for messages."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            nodes = [read_object(file) for file in self.folder.glob("node-*.json")]
-            nodes = sorted((node for node in nodes if node), key=lambda node: node["node"])
-            if nodes and len(nodes) == nodes[0]["nodes"]:
-                return [server for node in nodes for server in servers_of(self.folder, node)]
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"{plural(len(nodes), 'engine node')} ready in {self.folder} after {timeout_s:g} s, and others are "
-                    f"missing: see the logs of the engine nodes, or raise {section}.start_timeout_s"
-                )
-            time.sleep(POLL_S)
-
-    def start(
-        self, servers: Sequence[NodeServer], commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]
-    ) -> None:
-        """Ask the nodes to start all servers. `environments`: complete; nodes get what differs from that of here."""
-        by_node: dict[str, list[dict[str, Any]]] = {}
-        for server, command, environment in zip(servers, commands, environments, strict=True):
-            changes = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-            by_node.setdefault(str(server.node), []).append({"command": command, "environment": changes})
-        write_object(self.folder / "servers.json", by_node)
-
-
-def servers_of(folder: Path, node: Mapping[str, Any]) -> list[NodeServer]:
-    """`node`: as it has announced itself."""
-    places = enumerate(zip(node["ports"], node["logs"], strict=True))
-    return [NodeServer(folder, node["node"], index, node["host"], port, Path(log)) for index, (port, log) in places]
-
-
-def state_file(folder: Path, node: int, index: int) -> Path:
-    return folder / f"server-{node}-{index}.json"
-
-
-def restart_file(folder: Path, node: int, index: int) -> Path:
-    return folder / f"restart-{node}-{index}"
+def registered_servers(folder: Path, timeout_s: float, section: str) -> list[NodeServer]:
+    """The servers of all nodes, when all are registered. `section`: of the settings, for messages."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        entries = [read_object(file) for file in folder.glob("server-*.json")]
+        entries = sorted((entry for entry in entries if entry), key=lambda entry: entry["place"])
+        if entries and len(entries) == entries[0]["servers"]:
+            names = ["-".join(map(str, entry["place"])) for entry in entries]
+            pairs = zip(names, entries, strict=True)
+            return [NodeServer(folder, name, entry["url"], Path(entry["log"])) for name, entry in pairs]
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{plural(len(entries), 'server')} of engine nodes registered in {folder} after {timeout_s:g} s, and "
+                f"others are missing: see the logs of the engine nodes, or raise {section}.start_timeout_s"
+            )
+        time.sleep(POLL_S)
 
 
 def write_object(path: Path, value: Mapping[str, Any]) -> None:

@@ -7,10 +7,12 @@ new weights. A backend implements `_body`, `_part`, `_allocate` and `_check_serv
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,9 +21,10 @@ from torch import Tensor
 
 from assay.engine.outputs import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
-from assay.engine.remote.http import Server, ServerError
+from assay.engine.remote.http import HttpServers, Server, ServerError, ServerUnreachable
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport
 from assay.engine.sequence import Job
-from assay.types import Completion, Finish
+from assay.types import Completion, Finish, UserError
 
 
 @dataclass
@@ -34,13 +37,83 @@ class SampledPart:
     interrupted: bool = False  # by a pause
 
 
+class WeightSender(ABC):
+    """Sends weights to all servers."""
+
+    def __init__(self, http: HttpServers, served: Mapping[str, Any]) -> None:
+        """`served`: what each server reports about itself, by URL; `workers` is the number of its processes."""
+        self.http, self.served = http, served
+
+    def send(self, transport: Transport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights. Cached prefixes are not dropped."""
+        with self._explained():
+            match transport:
+                case FolderTransport():
+                    with transport.written(weights, version) as folder:
+                        self._load_folder(str(folder), version)
+                case IpcTransport():
+                    self._send_shared(transport, weights, version)
+                case NcclTransport():
+                    self._broadcast(transport, weights, version)
+
+    @abstractmethod
+    def _load_folder(self, folder: str, version: int) -> None: ...
+
+    @abstractmethod
+    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
+
+    @abstractmethod
+    def _group_request(self, place: dict[str, Any], transport: NcclTransport) -> tuple[str, Any]:
+        """Path and body of the request to join the group of processes. `place`: where and as which ranks."""
+
+    @abstractmethod
+    def _update_request(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> Any:
+        """Path and body of the request to receive these weights."""
+
+    def _check(self, answer: Any) -> None:  # noqa: B027
+        """Raise an error if an update has failed."""
+
+    def connect(self, transport: NcclTransport) -> NcclTransport:
+        """Let all servers join a group of processes with this one."""
+        world = 1 + sum(served.workers for served in self.served.values())
+        offset, posts = 1, {}
+        for server in self.http.servers:
+            place = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
+            posts[server] = self._group_request({**place, "rank_offset": offset}, transport)
+            offset += self.served[server.url].workers
+        with self._explained():
+            self.http.call_during(partial(transport.connect, world), posts, self._check, transport.abort)
+        return transport
+
+    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        for chunk in transport.chunks(weights):
+            names, tensors = [name for name, _ in chunk], [tensor for _, tensor in chunk]
+            dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+            request = self._update_request(names, dtypes, [list(tensor.shape) for tensor in tensors], version)
+            posts = dict.fromkeys(self.http.servers, request)
+            self.http.call_during(partial(transport.broadcast, chunk), posts, self._check, transport.abort)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of an update say what may be wrong."""
+        try:
+            yield
+        except ServerUnreachable:
+            raise
+        except ServerError as error:
+            raise UserError(
+                f"a {self.http.kind} server cannot load the weights ({error}): it must serve the same model, and for "
+                f"the transport folder see the same folder ({self.http.section}.folder); its log has the cause"
+            ) from None
+
+
 class PausableEngine(RemoteEngine):
     path: ClassVar[str]  # of requests for samples
     pause: ClassVar[tuple[str, Any]]  # path and body of the request: running requests return what they have
     resume: ClassVar[tuple[str, Any]]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     pauses = True
-    sender: Any  # sends weights: `send(transport, weights, version)`
+    sender: WeightSender
     weights_dropped = False  # by a sleep
 
     @cached_property
@@ -70,6 +143,7 @@ class PausableEngine(RemoteEngine):
         self.call_all("POST", *self.pause)
         try:
             self._allocate("weights")
+            assert self.transport is not None
             self.sender.send(self.transport, weights, version)
             self._allocate("kv_cache")
             self._reset_prefix_cache()
@@ -82,7 +156,7 @@ class PausableEngine(RemoteEngine):
         server, job, (sample,) = batch.server, batch.job, batch.samples
         ids: list[int] = []
         logprobs: list[float] = []
-        spans: list[tuple[int, int]] = []
+        versions: list[int] = []  # of the weights, by token
         while True:
             await self.gate.wait()
             version = self.info.version
@@ -91,12 +165,11 @@ class PausableEngine(RemoteEngine):
             self._check_version(server, answer, version)
             ids += self._valid_ids(part.token_ids, job.limit - len(ids))
             logprobs += self.valid_logprobs(part.logprobs, len(part.token_ids))
-            if part.token_ids:
-                spans.append((version, len(part.token_ids)))
+            versions += [version] * len(part.token_ids)
             if part.finish is None and len(ids) >= job.limit:
                 part.finish = Finish.LENGTH
             if part.finish is not None:
-                return batch.sent.finish(sample, self._end(job, ids, logprobs, spans, part.finish, version))
+                return batch.sent.finish(sample, self._end(job, ids, logprobs, versions, part.finish, version))
             if part.interrupted and version == self.info.version and self.gate.is_set():
                 raise ServerError(
                     f"the {self.kind} server {server.url} aborted a request: does another program control it?"
@@ -107,16 +180,15 @@ class PausableEngine(RemoteEngine):
         job: Job,
         ids: list[int],
         logprobs: list[float],
-        spans: list[tuple[int, int]],
+        versions: list[int],
         finish: Finish,
         version: int,
     ) -> Completion:
         params = job.request.params
         if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
-            if end < len(ids):
-                ids, logprobs, spans = ids[:end], logprobs[:end], truncated(spans, end)
+            ids, logprobs, versions = ids[:end], logprobs[:end], versions[:end]
             finish = Finish.STOP
-        spans = merged(spans)
+        spans = [(one, len(list(tokens))) for one, tokens in groupby(versions)]
         first = spans[0][0] if spans else version
         several = tuple(spans) if len(spans) > 1 else ()
         return self._checked(Completion(ids, logprobs, list(logprobs), finish, first, version_spans=several), job)
@@ -134,23 +206,3 @@ def first_stop(ids: Sequence[int], stops: tuple[str, ...], stopping: StopStrings
         if stopping.completed(ids[: position + 1], stops):
             return position + 1
     return 0
-
-
-def truncated(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The version spans of the first `length` tokens."""
-    kept: list[tuple[int, int]] = []
-    for version, count in spans:
-        if length > 0:
-            kept.append((version, min(count, length)))
-            length -= count
-    return kept
-
-
-def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The version spans, where neighbors with the same version are one."""
-    result: list[tuple[int, int]] = []
-    for version, count in spans:
-        if result and result[-1][0] == version:
-            count += result.pop()[1]
-        result.append((version, count))
-    return result

@@ -1,10 +1,12 @@
-"""Log-probabilities of given tokens by a model on a server, for reference models. The server is not changed."""
+"""Log-probabilities of given tokens: by a model on a server, for reference models, and the comparison of two sides."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from assay.config import ReferenceServerConfig
 from assay.endpoint import Endpoint
@@ -13,6 +15,22 @@ from assay.engine.remote.http import logprob_problem
 from assay.types import UserError
 
 TOKENS = 1 << 16  # per request, unless a sequence is longer
+
+
+def rms_gap(scores: np.ndarray, others: np.ndarray) -> float:
+    """The root mean square difference of two sides that score the same tokens."""
+    return float(np.sqrt(np.mean(np.square(scores - others))))
+
+
+def gap_problem(scores: np.ndarray, others: np.ndarray, limit: float) -> str:
+    """What shows that two sides have different weights; empty if their difference is at most `limit`."""
+    gap = rms_gap(scores, others)
+    if gap <= limit:
+        return ""
+    return (
+        f"the root mean square difference of their log-probabilities of probe tokens is {gap:.3g}, of which rounding "
+        f"explains at most {limit:.3g}"
+    )
 
 
 class ScoringClient:

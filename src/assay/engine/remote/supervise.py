@@ -36,6 +36,7 @@ from assay.engine.remote.http import (
     is_lost,
 )
 from assay.engine.remote.launch import LaunchedServers
+from assay.engine.remote.scoring import gap_problem
 from assay.types import UserError, plural
 
 CHECKS = 4  # questions about a server's health within the time limit of an answer
@@ -273,8 +274,7 @@ class SupervisedServers(HttpServers):
 def check_proof(url: str, proof: Any, other_url: str, expected: Any) -> None:
     """Raise `ServerStale` unless a server has the proof that is expected, which is that of another server."""
     if isinstance(expected, np.ndarray):
-        gap = float(np.sqrt(np.mean((proof - expected) ** 2)))
-        if not gap < PROOF_LIMIT:
-            raise ServerStale(f"{url} has other weights than {other_url}: log-probabilities differ by {gap:.3g}")
+        if problem := gap_problem(proof, expected, PROOF_LIMIT):
+            raise ServerStale(f"{url} has other weights than {other_url}: {problem}")
     elif proof != expected:
         raise ServerStale(f"{url} has other weights than {other_url}")

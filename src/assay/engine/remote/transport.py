@@ -151,6 +151,8 @@ class NcclTransport:
     set up NCCL in the same way.
     """
 
+    backend = "nccl"
+
     def __init__(self, device: torch.device, dtype: torch.dtype, host: str, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.device, self.dtype, self.host, self.chunk_bytes = device, dtype, host, chunk_bytes
         self.port = free_port()
@@ -186,3 +188,6 @@ class NcclTransport:
         for _, tensor in chunk:
             self.communicator.broadcast(tensor, src=0, stream=stream)
         stream.synchronize()
+
+
+Transport = FolderTransport | IpcTransport | NcclTransport

@@ -59,7 +59,7 @@ class SGLangEngine(PausableEngine):
         self.settings = settings or SGLangConfig()
         self.architecture = architecture_of(model)
         self.served: dict[str, SGLangServer] = {}  # by URL
-        self.sender = SGLangSender(self, self.served)
+        self.sender: SGLangSender = SGLangSender(self, self.served)
         self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
         super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from assay.config import SGLangConfig
-from assay.engine.remote.http import HttpServers, Server, ServerError, ServerUnreachable
-from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
+from assay.engine.remote.pausable import WeightSender
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport
 from assay.types import UserError
 
 GROUP = "assay_weights"  # name of the process group of trainer and servers
@@ -44,16 +42,10 @@ class SGLangServer:
         return int(self.info.get("tp_size") or 1) * int(self.info.get("pp_size") or 1)
 
 
-class SGLangSender:
-    """Sends weights to all servers."""
-
-    def __init__(self, http: HttpServers, served: Mapping[str, SGLangServer]) -> None:
-        """`served`: what each server reports about itself, by URL."""
-        self.http, self.served = http, served
-
+class SGLangSender(WeightSender):
     def choose_transport(
         self, settings: SGLangConfig, device: torch.device, dtype: torch.dtype, size: int, share_gpu: bool
-    ) -> FolderTransport | IpcTransport | NcclTransport:
+    ) -> Transport:
         """The one in the settings, or the fastest that is possible.
 
         `size`: bytes of all weights. `share_gpu`: the servers are known to be on the trainer's GPU.
@@ -61,7 +53,7 @@ class SGLangSender:
         kind = settings.transport
         single = all(served.workers == 1 for served in self.served.values())
         if kind == "nccl":
-            return self._connect(GroupTransport(device, dtype, settings.nccl_host))
+            return self.connect(GroupTransport(device, dtype, settings.nccl_host))
         if kind == "ipc" and (device.type != "cuda" or not single):
             need = "servers with one worker each" if device.type == "cuda" else "a GPU"
             raise UserError(f"sglang.transport = 'ipc' needs {need}: use 'folder'")
@@ -69,72 +61,34 @@ class SGLangSender:
             return IpcTransport(device, dtype)
         return FolderTransport(settings.folder, dtype, size)
 
-    def send(
-        self,
-        transport: FolderTransport | IpcTransport | NcclTransport,
-        weights: Iterator[tuple[str, Tensor]],
-        version: int,
-    ) -> None:
-        """Replace all weights. Cached prefixes are not dropped."""
-        match transport:
-            case FolderTransport():
-                with transport.written(weights, version) as folder:
-                    body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
-                    self._update_all("/update_weights_from_disk", {**body, "weight_version": str(version)})
-            case IpcTransport():
-                for buffer, layout in transport.chunks(weights):
-                    for server in self.http.servers:
-                        payload = shared_bucket(buffer, layout)  # each may be opened once
-                        body = {"serialized_named_tensors": [base64.b64encode(payload).decode()]}
-                        body |= {"load_format": "flattened_bucket", "flush_cache": False}
-                        self._update(server, "/update_weights_from_tensor", {**body, "weight_version": str(version)})
-                if transport.device.type == "cuda":
-                    torch.cuda.ipc_collect()
-            case NcclTransport():
-                self._broadcast(transport, weights, version)
+    def _load_folder(self, folder: str, version: int) -> None:
+        body = {"model_path": folder, "load_format": "auto", **self._options(version)}
+        for answer in self.http.call_all("POST", "/update_weights_from_disk", body):
+            self._check(answer)
 
-    def _update(self, server: Server, path: str, body: dict[str, Any]) -> None:
-        with explained():
-            self._check(self.http.call(server, "POST", path, body))
+    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        for buffer, layout in transport.chunks(weights):
+            for server in self.http.servers:
+                payload = shared_bucket(buffer, layout)  # each may be opened once
+                body = {"load_format": "flattened_bucket", **self._options(version)}
+                body["serialized_named_tensors"] = [base64.b64encode(payload).decode()]
+                self._check(self.http.call(server, "POST", "/update_weights_from_tensor", body))
+        if transport.device.type == "cuda":
+            torch.cuda.ipc_collect()
 
-    def _update_all(self, path: str, body: dict[str, Any]) -> None:
-        with explained():
-            for answer in self.http.call_all("POST", path, body):
-                self._check(answer)
+    def _group_request(self, place: dict[str, Any], transport: NcclTransport) -> tuple[str, Any]:
+        return "/init_weights_update_group", {**place, "group_name": GROUP, "backend": transport.backend}
+
+    def _update_request(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> Any:
+        layout = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": GROUP}
+        return "/update_weights_from_distributed", layout | self._options(version)
+
+    def _options(self, version: int) -> dict[str, Any]:
+        return {"flush_cache": False, "weight_version": str(version)}
 
     def _check(self, answer: Any) -> None:
         if not self.http.field(answer, "success", bool):
             raise self.http.garbage("an update without success")
-
-    def _connect(self, transport: GroupTransport) -> GroupTransport:
-        world = 1 + sum(served.workers for served in self.served.values())
-        offset, posts = 1, {}
-        for server in self.http.servers:
-            body = {"master_address": transport.host, "master_port": transport.port, "rank_offset": offset}
-            body |= {"world_size": world, "group_name": GROUP, "backend": transport.backend}
-            posts[server] = "/init_weights_update_group", body
-            offset += self.served[server.url].workers
-        self._update_during(partial(transport.connect, world), posts, transport)
-        return transport
-
-    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        for chunk in transport.chunks(weights):
-            body = {
-                "names": [name for name, _ in chunk],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
-                "shapes": [list(tensor.shape) for _, tensor in chunk],
-                "group_name": GROUP,
-                "flush_cache": False,
-                "weight_version": str(version),
-            }
-            posts = dict.fromkeys(self.http.servers, ("/update_weights_from_distributed", body))
-            self._update_during(partial(transport.broadcast, chunk), posts, transport)
-
-    def _update_during(
-        self, work: Callable[[], None], posts: Mapping[Server, tuple[str, Any]], transport: NcclTransport
-    ) -> None:
-        with explained():
-            self.http.call_during(work, posts, self._check, transport.abort)
 
 
 class BucketPickler(pickle.Pickler):
@@ -177,8 +131,6 @@ class GroupTransport(NcclTransport):
     Never run with SGLang: it needs a second GPU. The tests join with another process on CPUs (gloo).
     """
 
-    backend = "nccl"
-
     def __init__(self, device: torch.device, dtype: torch.dtype, host: str) -> None:
         super().__init__(device, dtype, host)
         self.store: dist.Store | None = dist.TCPStore(host, self.port, None, True, wait_for_workers=False)
@@ -198,20 +150,6 @@ class GroupTransport(NcclTransport):
             dist.broadcast(tensor, group=self.communicator, group_src=0)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Errors of an update say what may be wrong."""
-    try:
-        yield
-    except ServerUnreachable:
-        raise
-    except ServerError as error:
-        raise UserError(
-            f"an SGLang server cannot load the weights ({error}): it must serve the same model, and for the transport "
-            "folder see the same folder (sglang.folder); its log has the cause"
-        ) from None
 
 
 def weight_group(store: dist.Store, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:

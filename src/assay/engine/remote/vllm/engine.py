@@ -25,7 +25,7 @@ from assay.engine.remote.launch import SaveTokenizer
 from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
 from assay.engine.remote.scoring import prompt_body, prompt_scores
 from assay.engine.remote.vllm.servers import LaunchedVLLM
-from assay.engine.remote.vllm.weights import ServedModel, WeightSender
+from assay.engine.remote.vllm.weights import ServedModel, VLLMSender
 from assay.engine.remote.vllm.worker import EXTENSION
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
@@ -65,7 +65,7 @@ class VLLMEngine(PausableEngine):
         self.settings = settings or VLLMConfig()
         self.tied = isinstance(model, Decoder) and model.spec.tied
         self.models: dict[str, ServedModel] = {}  # by URL
-        self.sender = WeightSender(self, self.models)
+        self.sender: VLLMSender = VLLMSender(self, self.models)
         self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
         self.updated = False  # whether there was an update
         super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)

@@ -5,21 +5,19 @@ Experimental: NCCL has never been run, because it needs two GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from assay.config import VLLMConfig
-from assay.engine.remote.http import HttpServers, Server, ServerError, ServerUnreachable
-from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, ipc_handle
+from assay.engine.remote.http import Server
+from assay.engine.remote.pausable import WeightSender
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport, ipc_handle
 from assay.engine.remote.vllm.worker import EXTENSION
 from assay.types import UserError
-
-Transport = FolderTransport | IpcTransport | NcclTransport
 
 
 @dataclass(frozen=True)
@@ -43,19 +41,15 @@ class ServedModel:
         return int(parallel.get("tensor_parallel_size") or 1) * int(parallel.get("pipeline_parallel_size") or 1)
 
 
-class WeightSender:
-    """Sends weights to all servers, and calls methods of the extension on them."""
-
-    def __init__(self, http: HttpServers, models: Mapping[str, ServedModel]) -> None:
-        """`models`: what each server reports about itself, by URL."""
-        self.http, self.models = http, models
+class VLLMSender(WeightSender):
+    """Sends weights, and calls methods of the extension on all servers."""
 
     def choose_transport(self, settings: VLLMConfig, device: torch.device, dtype: torch.dtype, size: int) -> Transport:
         """The one in the settings, or the fastest that is possible. `size`: bytes of all weights."""
         kind = settings.transport
-        extended = all(served.has_extension for served in self.models.values())
+        extended = all(served.has_extension for served in self.served.values())
         if kind == "nccl":
-            return self._connect_nccl(NcclTransport(device, dtype, settings.nccl_host))
+            return self.connect(NcclTransport(device, dtype, settings.nccl_host))
         if kind in ("auto", "ipc") and device.type == "cuda" and extended:
             shared = IpcTransport(device, dtype)
             with self.http.reading("no description of its GPU"):
@@ -69,33 +63,15 @@ class WeightSender:
             raise UserError(f"vllm.transport = 'ipc' needs {need}: use 'folder'")
         return FolderTransport(settings.folder, dtype, size)
 
-    def send(self, transport: Transport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        match transport:
-            case FolderTransport():
-                with transport.written(weights, version) as folder:
-                    self._load_folder(str(folder))
-            case IpcTransport():
-                self._send_shared(transport, weights)
-            case NcclTransport():
-                self._broadcast(transport, weights)
-
-    def _load_folder(self, folder: str) -> None:
+    def _load_folder(self, folder: str, version: int) -> None:
         def body(server: Server) -> dict[str, Any]:
-            extended = self.models[server.url].has_extension
+            extended = self.served[server.url].has_extension
             method, name = ("assay_load_folder", "folder") if extended else ("reload_weights", "weights_path")
             return {"method": method, "kwargs": {name: folder}}
 
-        try:
-            self.http.call_all("POST", "/collective_rpc", body)
-        except ServerUnreachable:
-            raise
-        except ServerError as error:
-            raise UserError(
-                f"a vLLM server cannot load the weights in {folder} ({error}): it must serve the same model and see "
-                "the same folder (vllm.folder); its log has the cause"
-            ) from None
+        self.http.call_all("POST", "/collective_rpc", body)
 
-    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         first = True
         for buffer, layout in transport.chunks(weights):
             for server in self.http.servers:
@@ -105,26 +81,15 @@ class WeightSender:
         self.rpc("assay_finish_loading")
         torch.cuda.ipc_collect()
 
-    def _connect_nccl(self, transport: NcclTransport) -> NcclTransport:
-        world = 1 + sum(served.workers for served in self.models.values())
-        offset, posts = 1, {}
-        for server in self.http.servers:
-            info = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
-            posts[server] = "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}}
-            offset += self.models[server.url].workers
-        self.http.call_during(partial(transport.connect, world), posts, abort=transport.abort)
-        return transport
+    def _group_request(self, place: dict[str, Any], transport: NcclTransport) -> tuple[str, Any]:
+        return "/init_weight_transfer_engine", {"init_info": place}
 
-    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _update_request(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> Any:
+        return "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+
+    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         self.http.call_all("POST", "/start_weight_update", {})
-        for chunk in transport.chunks(weights):
-            layout = {
-                "names": [name for name, _ in chunk],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
-                "shapes": [list(tensor.shape) for _, tensor in chunk],
-            }
-            posts = dict.fromkeys(self.http.servers, ("/update_weights", {"update_info": layout}))
-            self.http.call_during(partial(transport.broadcast, chunk), posts, abort=transport.abort)
+        super()._broadcast(transport, weights, version)
         self.http.call_all("POST", "/finish_weight_update", {})
 
     def rpc(self, method: str) -> list[list[Any]]:
