@@ -187,3 +187,13 @@ def test_handle_is_consumed_unless_its_continuation_fails() -> None:
     whole = Request([1, 2, *first.token_ids, 3], params, seed=1)
     assert_same_draws(model, whole, groups[0], generate(engine, [whole])[0])
     assert list(served(engine, [going_on])[1]) == [0] and not engine.kept
+
+
+def test_top_logprobs_are_the_most_likely_tokens_of_the_model() -> None:
+    model, sequence = small_model("gpt2"), [5, 3, 8, 1]
+    (rows,) = engine_for(model).top_logprobs([sequence], [2], 3, 0.5)
+    with torch.no_grad():
+        logits = model.hf(input_ids=torch.tensor([sequence])).logits[0, 1:-1]
+    values, tokens = (logits / 0.5).log_softmax(-1).topk(3)
+    assert [[token for token, _ in row] for row in rows] == tokens.tolist()
+    assert [value for row in rows for _, value in row] == pytest.approx(values.flatten().tolist(), abs=1e-5)
