@@ -258,14 +258,6 @@ def test_credit_requires_a_verdict(small: SmallRuns) -> None:
         trainer.learn(groups)
 
 
-def test_the_former_name_of_the_trainer_still_works_with_a_warning(small: SmallRuns) -> None:
-    with pytest.warns(DeprecationWarning, match=r"assay\.api\.Trainer"):
-        from assay.api import Algorithm
-    assert Algorithm is Trainer
-    with pytest.raises(ImportError, match="Parts"):
-        from assay.api import Parts  # type: ignore[attr-defined]  # noqa: F401
-
-
 ENDLESS = """
 from assay.envs import Env
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -267,9 +266,6 @@ def as_prompt(state: PromptLike) -> Prompt:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Algorithm":
-        warnings.warn("assay.api.Algorithm is now called assay.api.Trainer", DeprecationWarning, stacklevel=2)
-        return Trainer
     if name == "ReplayBuffer":
         from assay.train.sources import ReplayBuffer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -13,7 +12,7 @@ from engine_parts import small_decoder
 from native_parts import SPECS, drawable, transformers_model
 from torch import Tensor
 
-from assay.engine import NativeEngine, Request, SamplingParams
+from assay.engine import NativeEngine, Request
 from assay.engine.sampler import noise_keys, signed, uniform
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
@@ -94,31 +93,6 @@ def kept_logits(
         else:
             logits.append(reference.feed([tokens[place - 1]], version))
     return torch.stack(logits)
-
-
-def assert_scores_of(logits: Tensor, completion: Completion, params: SamplingParams, tolerance: float) -> None:
-    """Log-probabilities, kept mass and entropy are those of the logits [tokens, V]; greedy tokens are the best."""
-    logprobs = (logits.double() / (params.temperature or 1.0)).log_softmax(-1)
-    engine, sampling, masses = [], [], []
-    for place, (row, token) in enumerate(zip(logprobs, completion.token_ids, strict=True)):
-        if params.temperature == 0:
-            allowed = drawable(row.exp().tolist(), place, params)
-            assert token in allowed and row[token] > row[allowed].max() - 10 * tolerance
-            kept = [token]
-        else:
-            kept = drawable(row.exp().tolist(), place, params)
-            assert token in kept
-        mass = sum(math.exp(row[one]) for one in kept)
-        engine.append(float(row[token]))
-        sampling.append(float(row[token]) - math.log(mass))
-        masses.append(1.0 if params.temperature == 0 else mass)
-    wide = torch.float64
-    for ours, theirs in ((completion.engine_logprobs, engine), (completion.sampling_logprobs, sampling)):
-        gap = (torch.tensor(ours, dtype=wide) - torch.tensor(theirs, dtype=wide)).abs()
-        assert gap.max() < tolerance, f"token {int(gap.argmax())} of {len(gap)}: {gap.tolist()}"
-    entropy = float(-(logprobs.exp() * logprobs).sum(-1).mean())
-    assert abs(completion.kept_mass - sum(masses) / len(masses)) < tolerance
-    assert abs(completion.entropy - entropy) < tolerance
 
 
 @torch.no_grad()

@@ -232,33 +232,6 @@ def idle(engine: NativeEngine) -> bool:
     return not (engine.scheduler.unfinished or engine.blocks.in_use or engine.in_flight or engine.scheduler.pending)
 
 
-@dataclass
-class Expected:
-    """What is to be said of a completion's tokens, from the trainer's logits in float64, by brute force."""
-
-    engine: Tensor  # [tokens] log-probabilities
-    sampling: Tensor
-    mass: float
-    entropy: float
-
-
-def expected_scores(
-    model: PolicyModel, prompt: Sequence[int], completion: Completion, params: SamplingParams
-) -> Expected:
-    logits = logits_after(model, [*prompt, *completion.token_ids])[len(prompt) - 1 : -1].double()
-    logprobs = (logits / (params.temperature or 1.0)).log_softmax(-1)
-    engine, sampling, masses = [], [], []
-    for place, (row, token) in enumerate(zip(logprobs, completion.token_ids, strict=True)):
-        kept = [token] if params.temperature == 0 else drawable(row.exp().tolist(), place, params)
-        assert token in kept
-        mass = sum(math.exp(row[one]) for one in kept)
-        engine.append(float(row[token]))
-        sampling.append(float(row[token]) - math.log(mass))
-        masses.append(1.0 if params.temperature == 0 else mass)
-    entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return Expected(torch.tensor(engine), torch.tensor(sampling), sum(masses) / len(masses), float(entropies.mean()))
-
-
 def drawable(probs: Sequence[float], place: int, params: SamplingParams) -> list[int]:
     """Of the allowed the top k, of these the fewest that hold p of their mass, and of these the ones at least min_p
     times as likely as the likeliest."""
@@ -306,8 +279,29 @@ def assert_same_groups(
 
 
 def assert_scores(model: PolicyModel, prompt: Sequence[int], completion: Completion, params: SamplingParams) -> None:
-    expected = expected_scores(model, prompt, completion, params)
-    assert torch.allclose(torch.tensor(completion.engine_logprobs), expected.engine, atol=1e-4)
-    assert torch.allclose(torch.tensor(completion.sampling_logprobs), expected.sampling, atol=1e-4)
-    assert abs(completion.kept_mass - expected.mass) < 1e-4
-    assert abs(completion.entropy - expected.entropy) < 1e-4
+    """By brute force, from the trainer's logits."""
+    logits = logits_after(model, [*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
+    assert_scores_of(logits, completion, params, 1e-4)
+
+
+def assert_scores_of(logits: Tensor, completion: Completion, params: SamplingParams, tolerance: float) -> None:
+    """Log-probabilities, kept mass and entropy are those of the logits [tokens, V]; greedy tokens are the best."""
+    logprobs = (logits.double() / (params.temperature or 1.0)).log_softmax(-1)
+    engine, sampling, masses = [], [], []
+    for place, (row, token) in enumerate(zip(logprobs, completion.token_ids, strict=True)):
+        kept = drawable(row.exp().tolist(), place, params)
+        assert token in kept
+        if params.temperature == 0:
+            assert row[token] > row[kept].max() - 10 * tolerance
+            kept = [token]
+        mass = sum(math.exp(row[one]) for one in kept)
+        engine.append(float(row[token]))
+        sampling.append(float(row[token]) - math.log(mass))
+        masses.append(1.0 if params.temperature == 0 else mass)
+    wide = torch.float64
+    for ours, theirs in ((completion.engine_logprobs, engine), (completion.sampling_logprobs, sampling)):
+        gap = (torch.tensor(ours, dtype=wide) - torch.tensor(theirs, dtype=wide)).abs()
+        assert gap.max() < tolerance, f"token {int(gap.argmax())} of {len(gap)}: {gap.tolist()}"
+    entropy = float(-(logprobs.exp() * logprobs).sum(-1).mean())
+    assert abs(completion.kept_mass - sum(masses) / len(masses)) < tolerance
+    assert abs(completion.entropy - entropy) < tolerance

@@ -150,27 +150,6 @@ def test_continuations_do_not_wait_for_longer_sequences() -> None:
     assert steps[1] < 0.7 * steps[0], steps
 
 
-def test_invalid_request_added_while_others_run_fails_alone() -> None:
-    engine, talk = engine_for(model()), talks(count=3)
-
-    def more(nothing_else: bool) -> list[Request]:
-        requests = talk.more(nothing_else)
-        if (1, 1) in talk.order and "bad" not in named:
-            named.append("bad")
-            talk.asked.insert(len(talk.asked) - len(requests), (9, 0, [], replace(talk.first[0], name="bad")))
-            return [Request([99], SamplingParams(), seed=1, name="bad"), *requests]
-        return requests
-
-    named: list[str] = []
-    consumer = Consumer(engine, on_finish=talk.on_finish, more=more)
-    consumer.run()
-    assert len(talk.done) == 3 * TURNS
-    ((place, error),) = consumer.errors.items()
-    assert "request 'bad': " in error and "outside the vocabulary" in error
-    assert talk.asked[place][3].name == "bad" and consumer.groups()[place] == []
-    assert idle(engine) and not engine.scheduler.kept
-
-
 @pytest.mark.parametrize("kind", ["windows", "all at once", "hf"])
 def test_exception_in_a_consumer_aborts_only_its_requests(kind: str) -> None:
     engine, talk = ENGINES[kind](), talks()

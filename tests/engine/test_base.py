@@ -100,36 +100,6 @@ def test_step_without_wait_returns_after_one_iteration(backend: str) -> None:
     assert engine.step() == []
 
 
-def test_step_with_wait_returns_events_until_all_requests_are_finished(backend: str) -> None:
-    engine = build(backend, mode=Mode(max_batch=2))
-    ids = add_all(engine, varied_requests())
-    recorder = Recorder()
-    while set(ids) - {key[0] for key in recorder.completions}:
-        events = engine.step()
-        assert events
-        recorder.record(events)
-    run(engine, recorder)
-    assert_nothing_left(engine)
-
-
-@pytest.mark.parametrize("rows", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_requests_added_while_others_run_give_the_same_samples_as_alone(backend: str, rows: int) -> None:
-    model, requests = policy(backend), varied_requests()
-    engine = build(backend, model, Mode(max_batch=rows))
-    recorder, ids, left = Recorder(), [engine.add(requests[0])], list(requests[1:])
-    for _ in range(10_000):
-        for _ in range(2):
-            recorder.record(engine.step(wait=False))
-        if left:
-            ids.append(engine.add(left.pop(0)))
-        elif not recorder.ids() ^ set(ids):
-            break
-    run(engine, recorder)
-    for request, request_id in zip(requests, ids, strict=True):
-        assert_same_draws(model, request, recorder.group(request_id), alone(backend, request))
-    assert_nothing_left(engine)
-
-
 # -- requests that cannot be served
 
 
@@ -138,13 +108,8 @@ def invalid_requests(max_length: int) -> dict[str, Request]:
     return {
         "the prompt is empty": Request([], plain, seed=0),
         "outside the vocabulary": Request([1, 61], plain, seed=0),
-        "token ids outside": Request([-1, 5], plain, seed=0),
         "shorten the prompt": Request([1] * max_length, plain, seed=0),
         "samples must be at least 1": Request([1], replace(plain, n=0), seed=0),
-        "temperature": Request([1], replace(plain, temperature=-1.0), seed=0),
-        "top_p": Request([1], replace(plain, top_p=0.0), seed=0),
-        "max_new_tokens": Request([1], replace(plain, max_new_tokens=0), seed=0),
-        "a stop string is empty": Request([1], replace(plain, stop=("",)), seed=0),
         "cannot be continued": Request([1], plain, seed=0, continues=12345),
     }
 
@@ -277,16 +242,9 @@ def test_abort_before_the_first_step(backend: str) -> None:
     assert_nothing_left(engine)
 
 
-def test_abort_of_everything_before_the_first_step_leaves_nothing_to_do(backend: str) -> None:
-    engine = build(backend)
-    engine.abort(add_all(engine, varied_requests()))
-    assert engine.step() == []
-    assert_nothing_left(engine)
-
-
 @pytest.mark.parametrize(
     ("rows", "iterations"),
-    [(2, 1), (2, 8), (16, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 3), (16, 1), (16, 8)))],
+    [(2, 1), (2, 8), (16, 3)],
 )
 def test_abort_of_running_and_waiting_requests_leaves_others_unchanged(
     backend: str, rows: int, iterations: int
@@ -339,17 +297,6 @@ def test_naming_a_sample_twice_in_abort_drops_it_once(backend: str) -> None:
     assert_nothing_left(engine)
 
 
-def test_abort_ignores_finished_and_unknown_ids(backend: str) -> None:
-    engine = build(backend)
-    done = engine.add(Request([1, 2], SAMPLED, seed=0))
-    run(engine)
-    running = engine.add(Request([4, 5], SAMPLED, seed=1))
-    engine.step(wait=False)
-    engine.abort([done, (done, 0), 999, (999, 0), (running, 7)])
-    assert set(run(engine).completions) == {(running, 0), (running, 1)}
-    assert_nothing_left(engine)
-
-
 def test_abort_of_one_sample_after_the_others_finished_ends_the_request(backend: str) -> None:
     model = policy(backend)
     engine, recorder = build(backend, model), Recorder()
@@ -364,25 +311,6 @@ def test_abort_of_one_sample_after_the_others_finished_ends_the_request(backend:
         recorder.record(engine.step(wait=False))
     engine.abort([(request_id, 0), (request_id, 1)])
     assert engine.step() == []
-    assert_nothing_left(engine)
-
-
-def test_abort_within_a_streaming_loop(backend: str) -> None:
-    engine = build(backend)
-    ids = add_all(
-        engine, [Request([1 + i, 2], SamplingParams(max_new_tokens=40), seed=i, stream=True) for i in range(3)]
-    )
-    seen: dict[int, int] = dict.fromkeys(ids, 0)
-    recorder = Recorder()
-    while events := engine.step():
-        recorder.record(events)
-        for event in events:
-            assert event.request_id != ids[1] or seen[ids[1]] < 5, "an event after abort"
-            if isinstance(event, TokenChunk):
-                seen[event.request_id] += len(event.token_ids)
-                if event.request_id == ids[1] and seen[ids[1]] >= 5:
-                    engine.abort([ids[1]])
-    assert set(recorder.completions) == {(ids[0], 0), (ids[2], 0)}
     assert_nothing_left(engine)
 
 
@@ -422,11 +350,9 @@ def test_abort_of_preempted_sequences_frees_their_blocks() -> None:
 @pytest.mark.parametrize(
     ("backend", "mode"),
     [
-        ("native", "plain"),
         ("native", "windows"),
         ("native", "small cache"),
         ("hf", "plain"),
-        *(pytest.param("native64", mode, marks=pytest.mark.slow) for mode in ("plain", "windows", "small cache")),
     ],
 )
 def test_chunks_concatenated_equal_the_completion(backend: str, mode: str) -> None:
@@ -449,33 +375,6 @@ def test_chunks_concatenated_equal_the_completion(backend: str, mode: str) -> No
     assert_nothing_left(engine)
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_streams_end_with_the_token_that_completes_a_stop_string(backend: str, length: int) -> None:
-    """The native engine takes several steps before it checks for stop strings, and drops later tokens."""
-    request = Request([4, 2], SamplingParams(n=3, max_new_tokens=24), seed=9, stream=True)
-    free = alone(backend, request)
-    for end in range(9, 11):
-        stop = words(free[1].token_ids[end - length : end])
-        expected = [
-            (place + len(stop) if (place := words(c.token_ids).find(stop)) >= 0 else len(c.token_ids)) for c in free
-        ]
-        engine = build(backend, mode=Mode(max_batch=4, window=7, ahead=1))
-        request_id = engine.add(replace(request, params=replace(request.params, stop=(stop,))))
-        recorder = run(engine)
-        for sample, (completion, count) in enumerate(zip(recorder.group(request_id), expected, strict=True)):
-            assert completion.token_ids == free[sample].token_ids[:count]
-            assert recorder.streamed(request_id, sample) == (completion.token_ids, completion.engine_logprobs)
-        assert_nothing_left(engine)
-
-
-def test_only_requests_that_stream_yield_chunks(backend: str) -> None:
-    engine = build(backend)
-    requests = [replace(request, stream=i % 2 == 0) for i, request in enumerate(varied_requests())]
-    ids = add_all(engine, requests)
-    recorder = run(engine)
-    assert {key[0] for key, chunks in recorder.chunks.items() if chunks} == set(ids[::2])
-
-
 def test_a_single_token_is_streamed_before_it_is_finished(backend: str) -> None:
     engine = build(backend)
     engine.add(Request([1, 2], SamplingParams(max_new_tokens=1), seed=0, stream=True))
@@ -486,39 +385,6 @@ def test_a_single_token_is_streamed_before_it_is_finished(backend: str) -> None:
 
 
 # -- kept sequences
-
-
-def test_continuing_a_kept_sequence_equals_sending_all_of_its_tokens(backend: str) -> None:
-    model = policy(backend)
-    engine = build(backend, model)
-    params = SamplingParams(n=2, max_new_tokens=10)
-    first = engine.add(Request([1, 2, 3], params, seed=1, keep=True))
-    recorder = run(engine)
-    pair = recorder.group(first)
-    handles = [completion.handle for completion in pair]
-    assert None not in handles and len(set(handles)) == 2
-    more = engine.add(Request([7, 8], params, seed=2, continues=handles[0]))
-    again = engine.add(Request([7, 8], params, seed=2, continues=handles[0]))
-    run(engine, recorder)
-    whole = Request([1, 2, 3, *pair[0].token_ids, 7, 8], params, seed=2)
-    assert_same_draws(model, whole, recorder.group(more), alone(backend, whole))
-    assert "handle" in recorder.errors[again], "a handle can be continued once"
-    engine.release([handles[1], 4321])
-    late = engine.add(Request([7, 8], params, seed=2, continues=handles[1]))
-    assert late in run(engine).errors
-    assert_nothing_left(engine)
-
-
-def test_a_failed_continuation_leaves_the_handle_usable(backend: str) -> None:
-    model = policy(backend)
-    engine = build(backend, model)
-    (first,) = generate(engine, [Request([1, 2], SamplingParams(max_new_tokens=5), seed=0, keep=True)])[0]
-    with pytest.raises(RequestError, match="vocabulary"):
-        generate(engine, [Request([99], SAMPLED, seed=0, continues=first.handle)])
-    group = generate(engine, [Request([9], SAMPLED, seed=0, continues=first.handle)])[0]
-    whole = Request([1, 2, *first.token_ids, 9], SAMPLED, seed=0)
-    assert_same_draws(model, whole, group, alone(backend, whole))
-    assert_nothing_left(engine)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -551,14 +417,6 @@ def test_sleep_is_refused_while_requests_run(backend: str) -> None:
     assert generate(engine, [Request([1, 2], SAMPLED, seed=0)])
 
 
-def test_a_request_wakes_a_sleeping_engine(backend: str) -> None:
-    engine = build(backend)
-    expected = generate(engine, varied_requests())
-    engine.sleep()
-    for group, again in zip(expected, generate(engine, varied_requests()), strict=True):
-        assert_equal_completions(group, again)
-
-
 def test_resetting_the_prefix_cache_while_requests_run_changes_no_sample(backend: str) -> None:
     model, requests = policy(backend), varied_requests()
     engine, recorder = build(backend, model, Mode(max_batch=3, prefill_tokens=6)), Recorder()
@@ -572,20 +430,6 @@ def test_resetting_the_prefix_cache_while_requests_run_changes_no_sample(backend
     assert_nothing_left(engine)
 
 
-def test_a_prefix_is_computed_again_after_the_cache_was_reset() -> None:
-    model = policy("native64")
-    assert isinstance(model, Decoder)
-    engine, request = native(model), Request(list(range(40)), SamplingParams(max_new_tokens=2), seed=0)
-    computed = []
-    for reset in (False, False, True):
-        if reset:
-            engine.reset_prefix_cache()
-        engine.reset_stats()
-        generate(engine, [request])
-        computed.append(engine.stats.prefill_tokens)
-    assert computed[0] == computed[2] == 40 and computed[1] == 0
-
-
 def test_close_drops_requests_and_kept_sequences(backend: str) -> None:
     engine = build(backend)
     generate(engine, [Request([1, 2], SAMPLED, seed=0, keep=True)])
@@ -593,19 +437,6 @@ def test_close_drops_requests_and_kept_sequences(backend: str) -> None:
     engine.step(wait=False)
     engine.close()
     assert_nothing_left(engine)
-
-
-def test_version_and_fingerprint_follow_weight_updates(backend: str) -> None:
-    engine, other = build(backend), policy(backend, seed=5)
-    before = engine.fingerprint()
-    assert engine.info.version == 0
-    generate(engine, [Request([1, 2], SAMPLED, seed=0)])
-    engine.update_weights(other, 7)
-    assert engine.info.version == 7
-    assert engine.fingerprint() == build(backend, other).fingerprint() != before
-    (group,) = generate(engine, [Request([1, 2], SAMPLED, seed=0)])
-    assert {c.versions for c in group} == {((7, len(c.token_ids)),) for c in group}
-    assert [c.token_ids for c in group] == [c.token_ids for c in alone(backend, Request([1, 2], SAMPLED, 0), seed=5)]
 
 
 def test_engines_without_inflight_updates_refuse_them_while_requests_run() -> None:

@@ -145,19 +145,6 @@ def test_evicted_kept_blocks_are_recomputed() -> None:
     assert engine.stats.prefill_tokens == len(before) + 2
 
 
-def test_weight_update_recomputes_kept_sequences() -> None:
-    other = small_decoder(SPECS["qwen3"], seed=5)
-    engine = engine_for(other)
-    before, completion = kept_with_blocks(engine)
-    engine.update_weights(model(), version=4)
-    engine.reset_stats()
-    request = Request([1, 2], SamplingParams(n=2, max_new_tokens=9), seed=3, continues=completion.handle)
-    group = generate(engine, [request])[0]
-    assert_as_fresh([*before, 1, 2], request, group)
-    assert engine.stats.prefill_tokens == len(before) + 2
-    assert completion.version == 0 and {continued.version for continued in group} == {4}
-
-
 def test_reset_prefix_cache_recomputes_kept_sequences() -> None:
     engine = engine_for(model())
     before, completion = kept_with_blocks(engine)

@@ -8,7 +8,7 @@ import torch
 from engine_parts import assert_same_tokens, greedy_by_transformers, random_prompts
 from native_parts import Consumer, Weights, assert_same_draws, assert_same_groups, assert_scores, served, words
 
-from assay.engine import HFEngine, Request, RequestError, SamplingParams, generate, make_engine
+from assay.engine import HFEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.rows import LOG_STEPS
 from assay.models.base import fingerprint
 from assay.models.fallback import HFModel
@@ -189,46 +189,11 @@ def test_handle_is_consumed_unless_its_continuation_fails() -> None:
     assert list(served(engine, [going_on])[1]) == [0] and not engine.kept
 
 
-def test_stop_strings_with_and_without_streaming() -> None:
-    model = small_model("gpt2")
-    engine = engine_for(model, max_batch=4)
-    free = SamplingParams(n=2, max_new_tokens=20)
-    requests = [Request([i + 1], free, seed=i) for i in range(3)]
-    whole = generate(engine, requests)
-    stops = [words(group[0].token_ids[8:10]) for group in whole]
-    stopping = [replace(r, params=replace(free, stop=(stop,))) for r, stop in zip(requests, stops, strict=True)]
-    quiet = generate(engine, stopping)
-    tokens: dict[tuple[int, int], list[int]] = {}
-    consumer = Consumer(engine, lambda r, s, token: tokens.setdefault((r, s), []).append(token))
-    consumer.run(stopping)
-    groups, finished = consumer.groups(), consumer.finished
-    every = {(r, s): completion for r, group in enumerate(groups) for s, completion in enumerate(group)}
-    assert finished == every and tokens == {key: completion.token_ids for key, completion in every.items()}
-    assert_same_groups(model, stopping, groups, quiet)
-    for group, before, stop in zip(groups, whole, stops, strict=True):
-        for completion, longer in zip(group, before, strict=True):
-            place = words(longer.token_ids).find(stop)
-            assert completion.token_ids == longer.token_ids[: place + 2 if place >= 0 else 20]
-        assert group[0].finish is Finish.STOP
-
-
-def test_invalid_requests_fail_by_name_and_others_finish() -> None:
-    model = small_model("gpt2")
-    engine = engine_for(model, max_batch=3)
-    params = SamplingParams(n=2, max_new_tokens=10, forbidden_token_ids=(9,))
-    good = [Request([i + 1, i + 2], params, seed=i) for i in range(3)]
-    expected = generate(engine, good)
-    weights = {name: weight.detach().clone() for name, weight in model.weights()}
-    weights["transformer.wte.weight"][9] = float("nan")  # also in the tied head, so all logits are NaN
-    bad = [Request([], params, seed=0, name="empty"), Request([1], replace(params, n=0), seed=0, name="none")]
-    with pytest.raises(RequestError, match=r"'empty': the prompt is empty.*\(1 more request failed\)") as caught:
-        generate(engine, [good[0], bad[0], good[1], bad[1], good[2]])
-    assert list(caught.value.errors) == [1, 3] and "samples must be at least 1" in caught.value.errors[3]
-    groups, _ = served(engine, [good[0], bad[0], good[1], bad[1], good[2]])
-    assert_same_groups(model, good, [group for group in groups if group], expected)
-    engine.update_weights(Weights(weights.items()), version=1)
-    with pytest.raises(RequestError, match=r"request \d+: .*token 0 of sample 0 are not numbers") as caught:
-        generate(engine, good)
-    assert list(caught.value.errors) == [0, 1, 2]
-    engine.update_weights(model, version=2)
-    assert_same_groups(model, good, generate(engine, good), expected)
+def test_top_logprobs_are_the_most_likely_tokens_of_the_model() -> None:
+    model, sequence = small_model("gpt2"), [5, 3, 8, 1]
+    (rows,) = engine_for(model).top_logprobs([sequence], [2], 3, 0.5)
+    with torch.no_grad():
+        logits = model.hf(input_ids=torch.tensor([sequence])).logits[0, 1:-1]
+    values, tokens = (logits / 0.5).log_softmax(-1).topk(3)
+    assert [[token for token, _ in row] for row in rows] == tokens.tolist()
+    assert [value for row in rows for _, value in row] == pytest.approx(values.flatten().tolist(), abs=1e-5)

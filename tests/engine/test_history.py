@@ -28,7 +28,7 @@ def assert_reads(history: History, samples: list[Sample], told: dict[Sample, lis
     count = len(told[samples[0]])
     tokens, scores = history.read(samples, count)
     assert tokens.tolist() == [told[sample] for sample in samples]
-    assert [history.tokens_of(sample, count).tolist() for sample in samples] == tokens.tolist()
+    assert [history.read([sample], count)[0][0].tolist() for sample in samples] == tokens.tolist()
     assert scores.shape == (4, len(samples), count)
     for kind in range(4):
         assert np.array_equal(scores[kind], tokens + 0.125 * kind)

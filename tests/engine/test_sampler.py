@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from assay.engine.sampler import Sampled, keep_mask, noise_keys, sample, sample_rows, signed, uniform
-from assay.engine.sequence import FORBIDDEN_SLOTS, WIDTH, Column, RowState
+from assay.engine.sequence import FORBIDDEN_SLOTS, WIDTH, Column
 
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
 SAMPLES = 20_000
@@ -325,42 +325,6 @@ def table(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     ints[:, Column.POSITION] = 40
     floats = torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(rows, 1)
     return ints, floats, torch.full((rows, FORBIDDEN_SLOTS), -1)
-
-
-def test_sample_rows_logs_tokens_and_updates_states() -> None:
-    ints, floats, forbidden = table(8)
-    logits = torch.full((7, 9), -30.0)
-    logits[torch.arange(7), torch.tensor([3, 4, 5, 6, 7, 8, 0])] = 30.0  # almost certain
-    logits[3, 0] = float("nan")
-    ints[1, Column.STOPS + 2] = 4  # stops
-    ints[1, Column.LIMIT] = 1  # also reaches its limit: the stop token wins
-    ints[2, Column.LIMIT] = 1
-    ints[4, Column.STATE] = RowState.IDLE
-    ints[5, Column.STOPS], ints[5, Column.MIN_NEW] = 8, 1  # below its minimum length
-    logits[5, 2] = 0.0
-    ints[6, Column.FORBIDDEN], forbidden[6, :2] = 1, torch.tensor([0, 1])  # only the first entry is used
-    logits[6, 1] = 0.0
-    before = ints.clone()
-    log_tokens, log_scores = torch.full((4, 8), 77, dtype=torch.int32), torch.full((4, 4, 8), 77.0)
-    sample_rows(logits, ints, floats, forbidden, torch.tensor([6]), log_tokens, log_scores)
-
-    ran = [0, 1, 2, 3, 5, 6]
-    assert ints[:, Column.STATE].tolist() == [
-        RowState.RUNNING, RowState.STOP, RowState.LENGTH, RowState.BROKEN,
-        RowState.IDLE, RowState.RUNNING, RowState.RUNNING, RowState.RUNNING
-    ]  # fmt: skip
-    assert log_tokens[2, [0, 1, 2, 5, 6]].tolist() == [3, 4, 5, 2, 1]
-    assert ints[ran, Column.TOKEN].tolist() == log_tokens[2, ran].tolist()
-    assert ints[ran, Column.COUNT].tolist() == [1] * 6 and ints[ran, Column.POSITION].tolist() == [41] * 6
-    assert torch.equal(ints[[4, 7]], before[[4, 7]])
-    others = [c for c in range(WIDTH) if c not in (Column.TOKEN, Column.COUNT, Column.POSITION, Column.STATE)]
-    assert torch.equal(ints[:, others], before[:, others])
-    untouched = torch.ones(4, 8, dtype=torch.bool)
-    untouched[2, ran] = False
-    assert (log_tokens[untouched] == 77).all() and (log_scores[:, untouched] == 77).all()
-    assert log_scores[0, 2, 3].isnan() and log_scores[:, 2, 0].tolist() == pytest.approx([0, 0, 1, 0], abs=1e-6)
-    assert log_scores[:2, 2, 5].tolist() == pytest.approx([-30, 0], abs=1e-6)
-    assert log_scores[2, 2, 5].item() == pytest.approx(math.exp(-30), rel=1e-5)
 
 
 def test_sample_rows_equals_sample() -> None:

@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 from event_parts import (
-    GPU_LIKE,
     Recorder,
     add_all,
     assert_equal_completions,
@@ -99,14 +98,6 @@ def test_scoring_with_a_full_cache_and_results_in_flight_changes_no_sequence() -
     run(engine, recorder)
     for request_id, group in zip(ids, expected, strict=True):
         assert_equal_completions(recorder.group(request_id), group, 0.0)
-
-
-def test_scores_of_sampled_tokens_equal_the_log_probabilities_of_their_completion() -> None:
-    engine = native(decoder(0), GPU_LIKE)
-    params = SamplingParams(temperature=0.7, top_p=0.8, max_new_tokens=30)
-    ((completion,),) = generate(engine, [Request([1, 2, 3], params, seed=0)])
-    (scores,) = engine.score([[1, 2, 3, *completion.token_ids]], 0.7)
-    assert_scores_equal([scores[2:]], [completion.engine_logprobs], 1e-10)
 
 
 def test_scores_follow_the_weights_also_from_other_threads() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, Kept, Prefix, Sample, display_name, job_for
+from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, Sample, display_name, job_for
 from assay.types import UserError
 
 
@@ -76,12 +75,6 @@ def test_invalid_requests_raise_an_error_with_the_request_name(
         job_of(named, before)
 
 
-def test_token_limit_ends_at_max_length() -> None:
-    submitted = request([1] * 20, max_new_tokens=13)
-    assert job_of(submitted, max_length=33).limit == 13 and job_of(submitted, max_length=32).limit == 12
-    assert job_of(submitted, [1] * 5, max_length=32).limit == 7
-
-
 def test_unusual_but_valid_requests_are_accepted() -> None:
     most = tuple(range(STOP_SLOTS))
     for submitted in (
@@ -139,18 +132,3 @@ def test_exhausts_blocks_at_is_the_last_step_that_fits(
     steps = sample.end - entered
     assert steps == limit - len(sample.drawn)
     assert sample.stored(steps) == sample.stored(200) == prompt + limit - 1
-
-
-def test_prefix_is_ready_when_all_tokens_are_scheduled() -> None:
-    assert not Prefix([1, 2, 3], deque(), computed=2).ready
-    assert Prefix([1, 2, 3], deque(), computed=3).ready
-
-
-def test_kept_sequence_stores_all_but_its_last_token() -> None:
-    assert Kept([1, 2, 3], [7]).stored == 2
-    assert Kept([1, 2, 3], []).stored == 0
-
-
-def test_samples_compare_by_identity() -> None:
-    job = job_of(request())
-    assert len({Sample(job, 0), Sample(job, 0)}) == 2

@@ -8,60 +8,41 @@ import torch
 from assay.models import HFModel
 from assay.models.fallback import NO_LIMIT
 
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=48))
-
-
-def gpt_neo():
-    from transformers import GPTNeoConfig, GPTNeoForCausalLM
-
-    layers = [[["global", "local"], 1]]
-    config = GPTNeoConfig(
-        vocab_size=61,
-        hidden_size=16,
-        num_layers=2,
-        num_heads=2,
-        attention_types=layers,
-        window_size=8,
-        max_position_embeddings=48,
-    )
-    return GPTNeoForCausalLM(config)
-
-
-def gemma2():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=48,
-        sliding_window=8,
-        final_logit_softcapping=3.0,
-        pad_token_id=0,
-    )
-    return Gemma2ForCausalLM(config)
+MODELS = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 48},
+    "gpt_neo": {
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": 48,
+    },
+    "gemma2": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 48,
+        "sliding_window": 8,
+        "final_logit_softcapping": 3.0,
+        "pad_token_id": 0,
+    },
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
+}
 
 
-def bloom():
-    from transformers import BloomConfig, BloomForCausalLM
+def build(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=2, n_head=2))
-
-
-MODELS = {"gpt2": gpt2, "gpt_neo": gpt_neo, "gemma2": gemma2, "bloom": bloom}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=61, **MODELS[name]))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_logits_equal_its_own(name, randomise, logit_difference):
-    hf = randomise(MODELS[name]())
+    hf = randomise(build(name))
     model = HFModel(hf)
     assert logit_difference(model, hf) < 1e-4
     assert model.max_length == (NO_LIMIT if name == "bloom" else 48) and model.vocab_size == 61
@@ -69,7 +50,7 @@ def test_packed_logits_equal_its_own(name, randomise, logit_difference):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_reach_every_weight(name, randomise):
-    model = HFModel(randomise(MODELS[name]()))
+    model = HFModel(randomise(build(name)))
     logits = model.unembed(model.hidden(torch.arange(30), [9, 21]))
     logits.log_softmax(-1)[torch.arange(29), torch.arange(1, 30)].sum().backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for _, weight in model.weights())
@@ -77,7 +58,7 @@ def test_gradients_reach_every_weight(name, randomise):
 
 
 def test_training_mode_leaves_dropout_off(randomise):
-    model = HFModel(randomise(gpt2()))
+    model = HFModel(randomise(build("gpt2")))
     model.eval()
     ids = torch.arange(20)
     expected = model.hidden(ids, [20])
@@ -86,6 +67,6 @@ def test_training_mode_leaves_dropout_off(randomise):
 
 
 def test_weights_have_their_own_names_and_tied_ones_are_listed_once():
-    names = [name for name, _ in HFModel(gpt2()).weights()]
+    names = [name for name, _ in HFModel(build("gpt2")).weights()]
     assert "transformer.wte.weight" in names and "lm_head.weight" not in names
     assert len(names) == len(set(names))

@@ -54,7 +54,7 @@ def plainly(
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_logprobs_and_entropy_are_those_of_transformers(
     make_hf: Callable[..., Any], family: str, temperature: float
@@ -94,11 +94,10 @@ class Blocking(HFModel):
 
 
 @pytest.mark.parametrize("block", [-torch.inf, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("slice_size", [3, 10**6])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_blocked_tokens_leave_entropy_and_gradients_finite_and_exact(
-    gradients: bool, slice_size: int, temperature: float, block: float
+    gradients: bool, slice_size: int, block: float
 ) -> None:
     """Those of the vocabulary without the blocked tokens, in 64 bits."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -115,12 +114,12 @@ def test_blocked_tokens_leave_entropy_and_gradients_finite_and_exact(
     def allowed_logits(sequence: Tensor) -> Tensor:
         return exact(input_ids=sequence[None]).logits[0][:, allowed]
 
-    wanted = plainly(allowed_logits, ids, chosen, temperature, places)
+    wanted = plainly(allowed_logits, ids, chosen, 0.6, places)
     (wanted[0] * mix + wanted[1] * mix.flip(0)).sum().backward()
     model = Blocking(hf)
     model.block = block
     with torch.set_grad_enabled(gradients):
-        found = token_logprobs(model, ids, LENGTHS, chosen, temperature, logits_at_once=61 * slice_size)
+        found = token_logprobs(model, ids, LENGTHS, chosen, 0.6, logits_at_once=61 * slice_size)
     assert (found[0] - wanted[0]).abs().max() < 1e-5 and (found[1] - wanted[1]).abs().max() < 1e-5
     if gradients:
         (found[0] * mix + found[1] * mix.flip(0)).sum().backward()
@@ -128,7 +127,7 @@ def test_blocked_tokens_leave_entropy_and_gradients_finite_and_exact(
             torch.testing.assert_close(weight.grad.double(), other.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("slice_size", [1, 3, 7, 22, 10**6])
+@pytest.mark.parametrize("slice_size", [1, 7, 22])
 def test_slices_change_neither_values_nor_gradients(make_hf: Callable[..., Any], slice_size: int) -> None:
     model = decoder_of(make_hf("qwen3")).double()
     ids, chosen = packed(model.vocab_size)

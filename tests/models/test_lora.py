@@ -53,6 +53,17 @@ def adapt(policy: PolicyModel, trained: bool = True, targets: Sequence[str] = SE
     return policy
 
 
+def quantized(policy: PolicyModel, really: bool = True) -> PolicyModel:
+    if really:
+        policy.quantize("cpu")
+    return policy
+
+
+def dequantized(policy: PolicyModel) -> PolicyModel:
+    policy.dequantize()
+    return policy
+
+
 def logits(policy: PolicyModel) -> Tensor:
     return policy.unembed(policy.hidden(IDS, LENGTHS))
 
@@ -80,8 +91,12 @@ def test_fresh_adapters_change_nothing_and_learn_alone(base: Loader, family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_weights_give_the_logits_of_the_adapters(base: Loader, family: str, tmp_path: Path) -> None:
-    plain, policy = base(family), adapt(base(family), targets=TARGETS.get(family, SEVEN))
+@pytest.mark.parametrize("in_4_bits", [False, True])
+def test_merged_weights_give_the_logits_of_the_adapters(
+    base: Loader, family: str, in_4_bits: bool, tmp_path: Path
+) -> None:
+    plain = dequantized(quantized(base(family), in_4_bits))
+    policy = adapt(quantized(base(family), in_4_bits), targets=TARGETS.get(family, SEVEN))
     before = fingerprint(plain.weights())
     expected = logits(policy)
     assert difference(expected, logits(plain)) > 0.1
@@ -90,7 +105,7 @@ def test_merged_weights_give_the_logits_of_the_adapters(base: Loader, family: st
     assert difference(logits(merged), expected) < 1e-10
     assert fingerprint(merged.weights()) == fingerprint(policy.weights()) != before
     with policy.adapters_off():
-        assert torch.equal(logits(policy), logits(plain))
+        assert difference(logits(policy), logits(plain)) <= (1e-12 if in_4_bits else 0.0)
         assert fingerprint(policy.weights()) == before  # merging never writes to the base
     assert torch.equal(logits(policy), expected)
 
@@ -125,8 +140,9 @@ def test_fresh_adapters_depend_on_the_seed_alone(base: Loader) -> None:
 
 
 @pytest.mark.parametrize(("family", "engine"), [("qwen2", "native"), ("gemma", "hf")])
-def test_engines_serve_the_merged_weights(base: Loader, family: str, engine: str) -> None:
-    policy = adapt(base(family, torch.float32))
+@pytest.mark.parametrize("in_4_bits", [False, True])
+def test_engines_serve_the_merged_weights(base: Loader, family: str, engine: str, in_4_bits: bool) -> None:
+    policy = adapt(quantized(base(family, torch.float32), in_4_bits))
     served = make_engine(engine, policy, device="cpu", dtype=torch.float32)
     request = Request(IDS[:9].tolist(), SamplingParams(temperature=0.0, max_new_tokens=1), seed=0)
     tokens = set()
@@ -134,11 +150,13 @@ def test_engines_serve_the_merged_weights(base: Loader, family: str, engine: str
         with torch.no_grad():
             for weight in (p for p in policy.parameters() if p.requires_grad):
                 weight.mul_(1.5)
-            expected = policy.unembed(policy.hidden(IDS[:9], [9]))[-1]
+            expected = policy.unembed(policy.hidden(IDS[:9], [9])).log_softmax(-1)
         served.update_weights(policy, version)
         assert served.fingerprint() == fingerprint(policy.weights())
         ((written,),) = generate(served, [request])
-        assert written.token_ids == [int(expected.argmax())]
+        (logprobs,) = served.score([IDS[:9].tolist()])
+        assert logprobs == pytest.approx(expected[:-1].gather(1, IDS[1:9, None])[:, 0].tolist(), abs=2e-4)
+        assert written.token_ids == [int(expected[-1].argmax())]
         tokens.add(written.token_ids[0])
     assert len(tokens) > 1  # or the adapters would not matter
 
@@ -209,13 +227,18 @@ def test_adapters_of_earlier_checkpoints_name_their_base_in_the_weights(base: Lo
 
 @pytest.mark.peer
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_computes_the_same_from_the_saved_adapter(base: Loader, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_4_bits", [False, True])
+def test_peft_computes_the_same_from_the_saved_adapter(
+    base: Loader, family: str, in_4_bits: bool, tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
     from transformers import AutoModelForCausalLM
 
-    policy = adapt(base(family), targets=TARGETS.get(family, SEVEN))
+    policy = adapt(quantized(base(family), in_4_bits), targets=TARGETS.get(family, SEVEN))
     save_adapter(policy, tmp_path / "adapter")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float64)
+    with policy.adapters_off():
+        save_model(policy, tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     # The families' own norms compute in float32, whatever the model's dtype.
     assert difference(logits(HFModel(adapted.base_model.model)), logits(policy)) < 1e-5

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from assay.engine import Request, SamplingParams, generate, make_engine
-from assay.models import HFModel, Lora, PolicyModel, load_adapter, load_model, save_adapter, save_model
-from assay.models.base import fingerprint
+from assay.models import Lora, PolicyModel, load_adapter, load_model, save_adapter, save_model
 from assay.models.quantize import BLOCK, NF4, NF4Linear, dequantize, quantize, quantize_layers, quantized_layers
 
 IDS, LENGTHS = torch.randint(61, (30,), generator=torch.Generator().manual_seed(0)), [11, 4, 15]
@@ -169,21 +167,6 @@ def test_gradients_of_adapters_are_those_on_the_dequantized_base(base: Loader, f
         assert torch.allclose(gradient, theirs[name], rtol=1e-9, atol=1e-9), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_merged_model_is_the_dequantized_base_plus_the_adapters(base: Loader, family: str, tmp_path: Path) -> None:
-    policy, plain = adapt(quantized(base(family))), rounded(base(family))
-    expected = logits(policy)
-    save_model(policy, tmp_path / "merged")
-    merged = load_model(str(tmp_path / "merged"), dtype=torch.float64)
-    assert difference(logits(merged), expected) < 1e-10 < 0.1 < difference(logits(plain), expected)
-    assert fingerprint(merged.weights()) == fingerprint(policy.weights())
-    assert fingerprint(policy.weights()) == fingerprint(adapt(rounded(base(family))).weights())
-    with policy.adapters_off():  # the reference of a KL term
-        assert difference(logits(policy), logits(plain)) < 1e-12
-        assert fingerprint(policy.weights()) == fingerprint(plain.weights())
-    assert torch.equal(logits(policy), expected)
-
-
 def test_layers_without_adapters_are_quantized_too(base: Loader, tmp_path: Path) -> None:
     policy = adapt(quantized(base()), targets=("q_proj",))
     assert len(list(quantized_layers(policy.network))) == LINEAR
@@ -210,39 +193,3 @@ def test_adapters_are_saved_for_a_base_that_is_loaded_again(base: Loader, tmp_pa
     again = adapt(quantized(load_model(str(tmp_path / "base"), dtype=dtype)), trained=False)
     load_adapter(again, tmp_path / "adapter")
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(("family", "engine"), [("qwen2", "native"), ("gemma", "hf")])
-def test_engines_serve_the_dequantized_base_with_the_adapters(base: Loader, family: str, engine: str) -> None:
-    policy = adapt(quantized(base(family, torch.float32)))
-    served = make_engine(engine, policy, device="cpu", dtype=torch.float32)
-    request = Request(IDS[:9].tolist(), SamplingParams(temperature=0.0, max_new_tokens=1), seed=0)
-    tokens = set()
-    for version in range(1, 4):
-        with torch.no_grad():
-            for weight in (p for p in policy.parameters() if p.requires_grad):
-                weight.mul_(1.5)
-            scores = policy.unembed(policy.hidden(IDS[:9], [9])).log_softmax(-1)
-        served.update_weights(policy, version)
-        assert served.fingerprint() == fingerprint(policy.weights())
-        ((written,),) = generate(served, [request])
-        (logprobs,) = served.score([IDS[:9].tolist()])
-        assert logprobs == pytest.approx(scores[:-1].gather(1, IDS[1:9, None])[:, 0].tolist(), abs=2e-4)
-        assert written.token_ids == [int(scores[-1].argmax())]
-        tokens.add(written.token_ids[0])
-    assert len(tokens) > 1  # or the adapters would not matter
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize("family", FAMILIES)
-def test_peft_computes_the_same_from_adapter_and_dequantized_base(base: Loader, family: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="the package peft is not installed")
-    from transformers import AutoModelForCausalLM
-
-    policy = adapt(quantized(base(family)))
-    save_adapter(policy, tmp_path / "adapter")
-    with policy.adapters_off():
-        save_model(policy, tmp_path / "base")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
-    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
-    assert difference(logits(HFModel(adapted.base_model.model)), logits(policy)) < 1e-5

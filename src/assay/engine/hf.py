@@ -65,23 +65,19 @@ class HFEngine(LocalEngine):
         self.info = replace(self.info, version=version)
         self.outputs.versions.current = version
 
+    def _logits(self, sequence: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits of all tokens but the first, and these tokens."""
+        ids = torch.tensor([list(sequence)], device=self.device)
+        return self.hf(input_ids=ids, return_dict=True).logits[0, :-1], ids[0, 1:]
+
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        scores = []
-        for sequence in sequences:
-            ids = torch.tensor([list(sequence)], device=self.device)
-            logits = self.hf(input_ids=ids, return_dict=True).logits[0, :-1]
-            scores.append(target_logprobs(logits, ids[0, 1:], temperature).tolist())
-        return scores
+        return [target_logprobs(*self._logits(sequence), temperature).tolist() for sequence in sequences]
 
     def _top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
     ) -> list[TopLogprobs]:
-        rows = []
-        for sequence, start in zip(sequences, starts, strict=True):
-            ids = torch.tensor([list(sequence)], device=self.device)
-            logits = self.hf(input_ids=ids, return_dict=True).logits[0, start - 1 : -1]
-            rows.append(top_logprobs(logits, count, temperature))
-        return rows
+        pairs = zip(sequences, starts, strict=True)
+        return [top_logprobs(self._logits(sequence)[0][start - 1 :], count, temperature) for sequence, start in pairs]
 
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
         self._accept()

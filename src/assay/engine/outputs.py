@@ -188,13 +188,6 @@ class History:
         tokens = np.stack([self.tokens[rows, steps] for rows in rows_by_step])
         return tokens, np.stack([self.scores[:, rows, steps] for rows in rows_by_step], axis=1)
 
-    def tokens_of(self, sample: Sample, count: int) -> np.ndarray:
-        """Tokens since the sample last entered; read-only."""
-        start = sample.entered - self.first
-        if len(sample.spans) == 1:
-            return self.tokens[sample.spans[0][0], start : start + count]
-        return self.tokens[rows_of(sample, count), np.arange(start, start + count)]
-
     def _reallocate(self, first: int, steps: int, running: Sequence[Sample]) -> None:
         """Drop steps before the oldest running sample; double the capacity unless half of it is free then."""
         oldest = min([first, *(sample.entered for sample in running)])  # all may have entered after these steps
@@ -330,7 +323,7 @@ class OutputProcessor:
         sample.drawn = self._sampled(sample, count).tolist()
 
     def _sampled(self, sample: Sample, count: int) -> np.ndarray:
-        new = self.history.tokens_of(sample, count - len(sample.drawn))
+        (new,), _ = self.history.read([sample], count - len(sample.drawn))
         return np.concatenate((sample.drawn, new), dtype=np.int32) if sample.drawn else new
 
     def _find_stop_strings(self, output: StepOutput, counts: np.ndarray, states: np.ndarray, ended: Ended) -> None:

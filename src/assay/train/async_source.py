@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from assay.algos import Algorithm
@@ -49,21 +49,6 @@ class Tally:
     restarted: list[int] = field(default_factory=list)  # lengths of sequences that were sampled again
     cancelled: list[int] = field(default_factory=list)  # lengths of sequences of groups that were dropped
     expired: int = 0  # finished groups that were sampled again
-
-
-@dataclass(frozen=True)
-class SavedTicket:
-    """A `Ticket` as JSON: its prompt is found by its position."""
-
-    number: int
-    position: int
-    seed: int
-    version: int
-    restarts: int
-
-    @classmethod
-    def of(cls, ticket: Ticket) -> SavedTicket:
-        return cls(ticket.number, ticket.position, ticket.request.seed, ticket.version, ticket.restarts)
 
 
 class Interrupted(Exception):
@@ -277,8 +262,8 @@ class AsyncSource(OnPolicySource):
         running = sorted([*self._running.values(), *self._unstarted], key=lambda ticket: ticket.number)
         own = {
             "next_number": self._next_number,
-            "running": [asdict(SavedTicket.of(ticket)) for ticket in running],
-            "finished": [asdict(SavedTicket.of(ticket)) for ticket, _ in self._ready],
+            "running": [saved_ticket(ticket) for ticket in running],
+            "finished": [saved_ticket(ticket) for ticket, _ in self._ready],
             "seen": dict(self._seen),
             "seen_version": self._seen_version,
         }
@@ -293,8 +278,8 @@ class AsyncSource(OnPolicySource):
         own = saved.get("source") or {}
         self._next_number = own.get("next_number", 0)
         self._seen, self._seen_version = Counter(own.get("seen", {})), own.get("seen_version", -1)
-        self._unstarted = [self._restored(SavedTicket(**one)) for one in own.get("running", ())]
-        self._loaded = [self._restored(SavedTicket(**one)) for one in own.get("finished", ())]
+        self._unstarted = [self._restored(**ticket) for ticket in own.get("running", ())]
+        self._loaded = [self._restored(**ticket) for ticket in own.get("finished", ())]
 
     def load_groups(self, groups: Sequence[Group]) -> None:
         """The finished groups of the checkpoint whose state was loaded."""
@@ -305,8 +290,13 @@ class AsyncSource(OnPolicySource):
             )
         self._ready.extend(zip(self._loaded, groups, strict=True))
 
-    def _restored(self, saved: SavedTicket) -> Ticket:
-        prompt = self.prompts.at(saved.position)
+    def _restored(self, number: int, position: int, seed: int, version: int, restarts: int) -> Ticket:
+        prompt = self.prompts.at(position)
         ((_, request),) = self._requests([prompt], 0, Counter())
-        request = replace(request, seed=saved.seed)
-        return Ticket(saved.number, saved.position, prompt, request, saved.version, saved.restarts)
+        return Ticket(number, position, prompt, replace(request, seed=seed), version, restarts)
+
+
+def saved_ticket(ticket: Ticket) -> dict[str, int]:
+    """A ticket as JSON: its prompt is found by its position."""
+    entries = {name: getattr(ticket, name) for name in ("number", "position", "version", "restarts")}
+    return entries | {"seed": ticket.request.seed}

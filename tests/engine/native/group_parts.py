@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_parts import small_decoder, small_spec
-from native_parts import MODES, SPECS, Consumer, Weights, engine_for, idle, mixed_prompts, mixed_requests, served, words
+from native_parts import MODES, SPECS, Weights, engine_for, idle, mixed_prompts, mixed_requests, served, words
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
@@ -192,43 +192,7 @@ def broken_weights_are_named(mesh: Mesh) -> None:
     assert [c["token_ids"] for c in rows(found)] == [c["token_ids"] for c in rows(expected)]
 
 
-def requests_come_while_others_run(mesh: Mesh) -> None:
-    """Ranks add the same requests at the same steps and sample the same as a single engine."""
-    group = init_mesh(tp=2).tp_group
-    model = small_decoder(FAMILIES["qwen3"]).double()
-
-    def turn(owner: int, seed: int, handle: int | None = None) -> Request:
-        params = SamplingParams(max_new_tokens=1 + 4 * owner)
-        return Request([3 + owner], params, seed, keep=seed < 8 + owner, continues=handle)
-
-    def talk(engine: NativeEngine) -> tuple[dict[int, list[int]], list[bool]]:
-        found: dict[int, list[int]] = {}
-        ended: list[tuple[int, Completion]] = []
-        owners, asked = [0, 1, 2], []
-
-        def more(nothing_else: bool) -> list[Request]:
-            asked.append(nothing_else)
-            going = [(owners[index], done) for index, done in sorted(ended, key=lambda one: one[0])]
-            ended.clear()
-            for owner, done in going:
-                found.setdefault(owner, []).extend(done.token_ids)
-            going = [(owner, done) for owner, done in going if done.handle is not None]
-            owners.extend(owner for owner, _ in going)
-            return [turn(owner, len(found[owner]), done.handle) for owner, done in going]
-
-        consumer = Consumer(engine, on_finish=lambda index, _, done: ended.append((index, done)), more=more)
-        consumer.run([turn(owner, 0) for owner in range(3)])
-        assert idle(engine) and not engine.scheduler.kept
-        return found, asked
-
-    together, asked = talk(engine_for(model, dtype=torch.float64, group=group))
-    alone, asked_alone = talk(engine_for(model, dtype=torch.float64))
-    assert together == alone and min(map(len, together.values())) > 7
-    assert asked == asked_alone and not all(asked)
-
-
 def other_cases(mesh: Mesh) -> None:
-    requests_come_while_others_run(mesh)
     wrong_parts_are_found(mesh)
     mistakes_are_told(mesh)
     caches_are_of_one_size(mesh)

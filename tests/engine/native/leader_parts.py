@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_parts import small_decoder
 from group_parts import FAMILIES
-from native_parts import MODES, engine_for, idle, mixed_requests, words
+from native_parts import MODES, Weights, engine_for, idle, mixed_requests, tokens_of, words
 from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, generate
@@ -192,7 +192,7 @@ def failures_leave_all_ranks_consistent(mesh: Mesh) -> None:
     expected = generate(new_engine("windows"), requests)
 
     def check(leader: TensorParallelLeader) -> None:
-        assert all(map(alike, tokens(generate(leader, requests)), tokens(expected)))
+        assert all(map(alike, tokens_of(generate(leader, requests)), tokens_of(expected)))
 
     def lead(leader: TensorParallelLeader) -> None:
         check(leader)
@@ -207,14 +207,10 @@ def failures_leave_all_ranks_consistent(mesh: Mesh) -> None:
         check(leader)
         whole = [Request([4, 5, 6, *kept.token_ids, 7], PARAMS, seed=3)]
         continued = generate(leader, [Request([7], PARAMS, seed=3, continues=kept.handle)])
-        assert tokens(continued) == tokens(generate(new_engine("windows"), whole))
+        assert tokens_of(continued) == tokens_of(generate(new_engine("windows"), whole))
         nothing_is_sent_when_idle(leader)
 
     serve(lead, engine)
-
-
-def tokens(groups: Any) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in group] for group in groups]
 
 
 def one_step_fails_on_the_leader(leader: TensorParallelLeader, requests: list[Request]) -> None:
@@ -257,7 +253,7 @@ def commands_fail_on_all_ranks(leader: TensorParallelLeader) -> None:
         leader.update_weights(Source(other, count=99, layers=torch.zeros(2, 2)), version=3)
     assert leader.info.version == 0
     half = {name: weight.bfloat16() for name, weight in other.weights()}
-    leader.update_weights(Named(half), version=4)
+    leader.update_weights(Weights(half.items()), version=4)
     rounded = policy(22)
     rounded.load_state_dict({name: weight.bfloat16().double() for name, weight in rounded.state_dict().items()})
     assert leader.fingerprint() == fingerprint_of(rounded) and leader.info.version == 4
@@ -277,14 +273,6 @@ def commands_fail_on_all_ranks(leader: TensorParallelLeader) -> None:
     leader.release([12345])
 
 
-class Named:
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.tensors.items()
-
-
 def nothing_is_sent_when_idle(leader: TensorParallelLeader) -> None:
     sent: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -297,7 +285,7 @@ def client_thread_on_a_leader(mesh: Mesh) -> None:
     engine = new_engine("all at once", group=init_mesh(tp=2).tp_group)
     requests = [mixed_requests(PARAMS, seed=seed)[3:8] for seed in range(4)]
     alone = new_engine("all at once")
-    expected = [tokens(generate(alone, some)) for some in requests]
+    expected = [tokens_of(generate(alone, some)) for some in requests]
 
     def lead(leader: TensorParallelLeader) -> None:
         thread = ClientThread(leader)
@@ -311,10 +299,10 @@ def client_thread_on_a_leader(mesh: Mesh) -> None:
                 future.cancel()
 
         def consume(number: int) -> list[Any]:
-            first = tokens(thread.run(sampled(requests[number])))
+            first = tokens_of(thread.run(sampled(requests[number])))
             thread.run(abandoned())
             halfway.wait(60)
-            return [first] if number == 0 else [first, tokens(thread.run(sampled(requests[number])))]
+            return [first] if number == 0 else [first, tokens_of(thread.run(sampled(requests[number])))]
 
         with ThreadPoolExecutor(4) as pool:
             results = [pool.submit(consume, number) for number in range(4)]
@@ -322,7 +310,7 @@ def client_thread_on_a_leader(mesh: Mesh) -> None:
             leader.update_weights(policy(), version=1)  # the same weights: no token changes
             for result, right in zip(results, expected, strict=True):
                 assert all(one == right for one in result.result(60))
-        assert tokens(thread.run(sampled(requests[0]))) == expected[0]
+        assert tokens_of(thread.run(sampled(requests[0]))) == expected[0]
         thread.close()
         assert not engine.outputs.jobs
         leader.close()

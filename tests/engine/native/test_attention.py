@@ -126,7 +126,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES[:3])
 @pytest.mark.parametrize("kind", PARTS)
 def test_chunk_attention_equals_the_float64_reference(
     kind: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -24,7 +24,6 @@ from inflight_parts import (
     Entries,
     MixedReference,
     Weights,
-    assert_scores_of,
     assert_spans,
     decoder,
     groups_of,
@@ -32,7 +31,7 @@ from inflight_parts import (
     token_versions,
     trainer_logits,
 )
-from native_parts import Mode, assert_same_draws
+from native_parts import Mode, assert_same_draws, assert_scores_of
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate

@@ -14,16 +14,15 @@ from event_parts import Recorder, add_all, assert_nothing_left, run, run_slowly
 from inflight_parts import (
     Entries,
     assert_same_up_to_ties,
-    assert_scores_of,
     assert_spans,
     decoder,
     groups_of,
     kept_logits,
     trainer_logits,
 )
-from native_parts import memory_of, words
+from native_parts import assert_scores_of, memory_of, words
 
-from assay.engine import NativeEngine, Request, SamplingParams, TokenChunk, generate, make_engine
+from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
@@ -108,21 +107,6 @@ def test_streams_equal_completions(cache: int) -> None:
     assert_nothing_left(engine)
 
 
-def test_requests_that_arrive_while_others_run_give_the_same_samples_as_alone() -> None:
-    requests, recorder, engine = asked(), Recorder(), native(weights(0), max_batch=8)
-    ids, left = [engine.add(requests[0])], list(requests[1:])
-
-    def between(iteration: int) -> None:
-        if left and iteration % 3 == 2:
-            ids.append(engine.add(left.pop(0)))
-
-    run_slowly(engine, recorder, between)
-    assert not left
-    alone = [generate(native(weights(0)), [request])[0] for request in requests]
-    assert_same_samples(requests, [recorder.group(request_id) for request_id in ids], alone)
-    assert_nothing_left(engine)
-
-
 @pytest.mark.parametrize("rows", [4, 16])
 def test_abort_frees_rows_and_blocks_and_leaves_others_unchanged(rows: int) -> None:
     requests, recorder, engine = asked(stream=True), Recorder(), native(weights(0), max_batch=rows)
@@ -144,20 +128,6 @@ def test_abort_frees_rows_and_blocks_and_leaves_others_unchanged(rows: int) -> N
                 ours, theirs = recorder.completions[key, sample].token_ids, group[sample].token_ids
                 model = decoder(0, torch.float64, SPEC)
                 assert_same_up_to_ties(model, request, sample, ours, theirs, TIES[torch.float32])
-    assert_nothing_left(engine)
-
-
-def test_abort_within_a_streaming_loop() -> None:
-    engine = native(weights(0))
-    ids = add_all(engine, [Request([i, 2], SamplingParams(max_new_tokens=90), seed=i, stream=True) for i in range(3)])
-    recorder, tokens = Recorder(), 0
-    while events := engine.step():
-        assert tokens < 10 or all(event.request_id != ids[1] for event in events)
-        recorder.record(events)
-        tokens += sum(len(e.token_ids) for e in events if isinstance(e, TokenChunk) and e.request_id == ids[1])
-        if tokens >= 10:
-            engine.abort([ids[1]])
-    assert {key[0] for key in recorder.completions} == {ids[0], ids[2]}
     assert_nothing_left(engine)
 
 

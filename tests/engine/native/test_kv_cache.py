@@ -32,18 +32,6 @@ def test_blocks_needed_for_tokens() -> None:
     assert [blocks.needed(tokens) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
 
 
-def test_allocation_and_release_change_reference_counts() -> None:
-    blocks = Blocks(3, 4)
-    assert (blocks.available, blocks.in_use) == (3, 0)
-    taken = blocks.allocate(2)
-    assert taken == [0, 1]
-    assert (blocks.available, blocks.in_use) == (1, 2)
-    blocks.share(taken)
-    assert blocks.release(taken) == []
-    assert blocks.release(taken) == [1, 0]
-    assert (blocks.available, blocks.in_use) == (3, 0)
-
-
 def test_allocating_too_many_blocks_or_releasing_twice_is_an_error() -> None:
     blocks = Blocks(3, 4)
     taken = blocks.allocate(3)
@@ -67,16 +55,6 @@ def test_only_full_computed_blocks_are_in_the_prefix_index() -> None:
     assert [blocks.ref_counts[block] for block in mine] == [4, 3, 3, 1]
     assert blocks.find_prefix(A[:3]) == blocks.find_prefix([]) == []
     assert blocks.find_prefix(A + B[:3]) == mine[:1]
-
-
-def test_equal_tokens_after_different_prefixes_are_different_blocks() -> None:
-    blocks = Blocks(9, 4)
-    first, second = computed(blocks, A + B + C), computed(blocks, D + B + C)
-    assert not set(first) & set(second)
-    assert blocks.find_prefix(A + B + C) == first
-    assert blocks.find_prefix(D + B + C) == second
-    assert blocks.find_prefix(B + C) == []
-    assert blocks.find_prefix(A + C) == first[:1]
 
 
 def test_a_prefix_computed_twice_is_indexed_once_with_its_continuation() -> None:
@@ -103,40 +81,6 @@ def test_a_duplicate_block_is_indexed_after_the_first_is_evicted() -> None:
     assert blocks.find_prefix(A + B) == second
 
 
-def test_cached_blocks_are_evicted_only_if_no_block_is_free() -> None:
-    blocks = Blocks(5, 4)
-    mine = computed(blocks, A + B)
-    blocks.release(mine)
-    assert blocks.available == 5
-    assert not set(blocks.allocate(3)) & set(mine)
-    assert blocks.find_prefix(A + B) == mine
-    assert (blocks.available, [blocks.ref_counts[block] for block in mine]) == (0, [1, 1])
-
-
-def test_eviction_is_least_recently_used_and_from_the_end_of_a_prefix() -> None:
-    blocks = Blocks(6, 4)
-    first, second = computed(blocks, A + B + C), computed(blocks, D + D)
-    blocks.release(first)
-    blocks.release(second)
-    blocks.release(blocks.find_prefix(A))  # used once more, later than the others
-    assert blocks.allocate(1) == [5]
-    assert [blocks.allocate(1)[0] for _ in range(5)] == [first[2], first[1], second[1], second[0], first[0]]
-
-
-def test_an_evicted_block_and_its_continuation_are_not_found() -> None:
-    blocks = Blocks(3, 4)
-    mine = computed(blocks, A + B + C)
-    blocks.release(mine[1:])
-    blocks.release(mine[:1])
-    other = blocks.allocate(2)
-    assert other == mine[:0:-1]
-    assert blocks.find_prefix(A + B + C) == mine[:1]
-    blocks.release(mine[:1])
-    blocks.allocate(1)
-    assert blocks.find_prefix(A) == []
-    assert not (blocks.prefix_index or blocks.keys or blocks.entries or blocks.evictable)
-
-
 def test_a_block_is_not_found_behind_a_recomputed_parent_of_other_tokens() -> None:
     blocks = Blocks(4, 4)
     mine = computed(blocks, A + B)
@@ -147,30 +91,6 @@ def test_a_block_is_not_found_behind_a_recomputed_parent_of_other_tokens() -> No
     blocks.release(hog)
     again = computed(blocks, D)
     assert blocks.find_prefix(D + B) == again, "what came after A does not come after D"
-
-
-def test_unregistered_blocks_are_not_found_while_shared_or_later() -> None:
-    blocks = Blocks(9, 4)
-    mine = computed(blocks, A + B)
-    shared = blocks.find_prefix(A)
-    assert blocks.release(mine, unregister=True) == mine[1:]
-    assert blocks.find_prefix(A) == []
-    assert blocks.release(shared) == shared
-    assert blocks.find_prefix(A) == []
-    assert len(blocks.free) == 9
-
-
-def test_clearing_the_prefix_index_keeps_references() -> None:
-    blocks = Blocks(9, 4)
-    used, unused = computed(blocks, A + B), computed(blocks, C)
-    blocks.release(unused)
-    blocks.clear_prefix_index()
-    assert blocks.find_prefix(A + B) == blocks.find_prefix(C) == []
-    assert (blocks.available, len(blocks.free)) == (7, 7)
-    again = computed(blocks, A + B)
-    assert not set(used) & set(again)
-    blocks.release(used)
-    assert blocks.find_prefix(A + B) == again
 
 
 @settings(max_examples=100)

@@ -33,7 +33,6 @@ from native_parts import (
     mixed_prompts,
     mixed_requests,
     requests_for,
-    tokens_of,
     transformers_model,
     words,
 )
@@ -42,7 +41,6 @@ from assay.engine import NativeEngine, Request, SamplingParams, generate, make_e
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models import load_model
-from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
 from assay.types import Completion, Finish, UserError
 
@@ -210,14 +208,9 @@ def assert_settings_do_not_matter(seed: int) -> None:
         assert_same_groups(model, requests, ours, theirs)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3))])
-def test_samples_do_not_depend_on_engine_settings(seed: int) -> None:
-    assert_settings_do_not_matter(seed)
-
-
-@pytest.mark.slow
-def test_samples_do_not_depend_on_many_random_engine_settings() -> None:
-    for seed in range(4, 100):
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 100), marks=pytest.mark.slow)])
+def test_samples_do_not_depend_on_engine_settings(seeds: range) -> None:
+    for seed in seeds:
         assert_settings_do_not_matter(seed)
 
 
@@ -274,25 +267,6 @@ def test_common_prefixes_are_computed_once_and_cached_for_later_calls() -> None:
         for prompt, group in zip(asked, groups, strict=True):
             for completion in group:
                 assert_scores(model_of("qwen3"), prompt, completion, params)
-
-
-@pytest.mark.parametrize("mode", ["plain", "all at once"])
-def test_no_cached_prefix_of_earlier_weights_is_used(mode: str) -> None:
-    before, after = model_of("qwen3"), small_decoder(SPECS["qwen3"], seed=2)
-    prompts = mixed_prompts(seed=9)[4:10]
-    params = SamplingParams(n=2, max_new_tokens=20)
-    engine = engine_for(before, MODES[mode])
-    old = generate(engine, requests_for(prompts, params))
-    engine.update_weights(after, version=7)
-    new = generate(engine, requests_for(prompts, params))
-    fresh = generate(engine_for(after, MODES[mode]), requests_for(prompts, params))
-    assert_same_groups(after, requests_for(prompts, params), new, fresh)
-    assert tokens_of(new) != tokens_of(old)
-    for prompt, group in zip(prompts, new, strict=True):
-        for completion in group:
-            assert_scores(after, prompt, completion, params)
-    assert {c.version for group in old for c in group} == {0} and {c.version for group in new for c in group} == {7}
-    assert engine.info.version == 7 and engine.fingerprint() == fingerprint(after.weights(), torch.float32)
 
 
 def test_all_samples_may_have_ended_when_blocks_run_short() -> None:
@@ -366,23 +340,6 @@ def test_float32_scores_are_close_to_float64(mode: str) -> None:
         assert any(completion.finish is Finish.STOP for completion in by_kind[kind])
 
 
-def test_stop_tokens_and_limits() -> None:
-    engine = engine_for(small_decoder(small_spec(), seed=10))
-    free = generate(engine, [Request([4, 5], SamplingParams(max_new_tokens=12), seed=1)])[0][0]
-    assert free.finish is Finish.LENGTH and len(free.token_ids) == 12
-    stop = free.token_ids[6]
-    first = free.token_ids.index(stop)
-    params = SamplingParams(max_new_tokens=12, stop_token_ids=(60, stop))
-    stopped = generate(engine, [Request([4, 5], params, seed=1)])[0][0]
-    assert stopped.finish is Finish.STOP and stopped.token_ids == free.token_ids[: first + 1]
-    limits = [Request([4, 5], SamplingParams(max_new_tokens=k), seed=1) for k in (1, 3, 7)]
-    assert [group[0].token_ids for group in generate(engine, limits)] == [free.token_ids[:k] for k in (1, 3, 7)]
-    last = SamplingParams(max_new_tokens=first + 1, stop_token_ids=(stop,))
-    assert generate(engine, [Request([4, 5], last, seed=1)])[0][0].finish is Finish.STOP
-    forbidden = SamplingParams(max_new_tokens=12, stop_token_ids=(stop,), forbidden_token_ids=(stop,))
-    assert stop not in generate(engine, [Request([4, 5], forbidden, seed=1)])[0][0].token_ids
-
-
 def test_kv_waste_is_limited_to_partial_last_blocks() -> None:
     model = small_decoder(small_spec(max_length=400, layers=1), seed=3)
     prompts = random_prompts(6, 61, seed=13, shortest=50, longest=80)
@@ -429,10 +386,9 @@ def test_unknown_or_unsuitable_engines_are_errors() -> None:
         make_engine("native", model, device="cpu", dtype=torch.float32, max_batch=-1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_top_logprobs_are_the_most_likely_tokens_of_the_model(mode: str) -> None:
+def test_top_logprobs_are_the_most_likely_tokens_of_the_model() -> None:
     model = model_of("qwen3")
-    engine = engine_for(model, MODES[mode])
+    engine = engine_for(model)
     sequences, starts = [list(range(1, 20)), [5, 3, 8, 1]], [7, 1]
     results = engine.top_logprobs(sequences, starts, 3, 0.5)
     for sequence, start, rows in zip(sequences, starts, results, strict=True):

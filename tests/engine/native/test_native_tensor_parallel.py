@@ -7,15 +7,14 @@ others run, aborts, weight updates and failures.
 from __future__ import annotations
 
 import json
-import math
 import re
 import signal
 import threading
 from pathlib import Path
 
 import pytest
-from group_parts import FAMILIES, Found, other_cases, serve_alone, serve_cases
-from leader_parts import a_follower_fails_alone, arrivals, leader_cases, update_cases, with_leader
+from group_parts import FAMILIES, other_cases, serve_alone, serve_cases
+from leader_parts import a_follower_fails_alone, alike, arrivals, leader_cases, update_cases, with_leader
 from native_parts import MODES
 from processes import start
 from torch.multiprocessing import ProcessRaisedException
@@ -24,8 +23,6 @@ from assay.engine.native.tensor_parallel import signals_deferred
 from assay.models.decoder import Decoder
 from assay.models.parallel import split_dim
 
-LIMIT = 1e-9
-
 
 def check(world: int, tp: int, cases: list[tuple[str, str]], folder: Path) -> None:
     start(world, serve_cases, folder, tp, cases)
@@ -33,30 +30,8 @@ def check(world: int, tp: int, cases: list[tuple[str, str]], folder: Path) -> No
         files = [(folder / f"{family}-{mode}-{rank}.json").read_text() for rank in range(world)]
         assert len(set(files)) == 1, "ranks have different results"  # to the last bit
         found, expected = json.loads(files[0]), serve_alone(family, mode)
-        assert_same(found, expected)
+        assert alike(found, expected) and found["before"] != found["after"]
         assert expected["stats"]["preemptions"] > 0 or not MODES[mode].blocks  # type: ignore[index]
-
-
-def assert_same(found: Found, expected: Found) -> None:
-    assert found.keys() == expected.keys() and found["before"] != found["after"]
-    for part, ours in found.items():
-        theirs = expected[part]
-        if not isinstance(ours, list):
-            assert ours == theirs, part  # fingerprints, and what the scheduler did
-            continue
-        assert isinstance(theirs, list) and len(ours) == len(theirs) > 0
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.keys() == other.keys()
-            for key, value in one.items():
-                assert close(value, other[key]), (part, key, value, other[key])
-
-
-def close(one: object, other: object) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(close, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=0, abs_tol=LIMIT)
-    return one == other
 
 
 @pytest.mark.slow

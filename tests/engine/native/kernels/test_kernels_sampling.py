@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -214,7 +215,8 @@ def test_samples_follow_the_truncated_distribution(small_chunks: None, row: Row)
     assert stats.chisquare(*zip(*cells, strict=True)).pvalue > 1e-3
 
 
-def test_a_step_logs_tokens_and_updates_states(small_chunks: None) -> None:
+@pytest.mark.parametrize("run", [Step.run, Step.run_in_torch])
+def test_a_step_logs_tokens_and_updates_states(small_chunks: None, run: Callable[[Step], Step]) -> None:
     nan = float("nan")
     rows = [
         Row(),
@@ -231,7 +233,7 @@ def test_a_step_logs_tokens_and_updates_states(small_chunks: None) -> None:
     logits[torch.arange(9), torch.tensor([3, 4, 5, 6, 7, 8, 0, 8, 0])] = 30.0  # almost certain
     logits[3, 20], logits[4, 36], logits[5, 0] = nan, nan, nan
     logits[7, 2] = logits[8, 1] = 0.0
-    step = Step(rows, logits).run()
+    step = run(Step(rows, logits))
     ran, well = [0, 1, 2, 3, 4, 7, 8], [0, 1, 2, 7, 8]
     states = [
         RowState.RUNNING,
