@@ -121,7 +121,7 @@ def test_reference_kl_adds_the_estimate_times_its_coefficient(estimator: str) ->
 def test_reference_kl_is_absent_without_a_coefficient() -> None:
     one = torch.ones(2)
     assert "loss/kl" not in make_algorithm("grpo").loss(LossBatch(-one, -one, one, one / 2)).sums.losses
-    assert not make_algorithm("grpo").needs.reference
+    assert not make_algorithm("grpo").needs.reference and not make_algorithm("grpo").needs.every_rollout
 
 
 def test_adaptive_entropy_coefficient_grows_below_the_target_and_is_not_applied_above() -> None:
