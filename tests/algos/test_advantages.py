@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -79,7 +80,7 @@ def assert_close(actual: list[list[float]], expected: list[list[float]], toleran
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(groups=groups_of_rewards)
 def test_advantages_equal_the_formula(name: str, groups: list[list[float]]) -> None:
     if name == "beta_norm":  # it takes probabilities, and no finer ones than some judge would give
@@ -88,40 +89,22 @@ def test_advantages_equal_the_formula(name: str, groups: list[list[float]]) -> N
     assert_close(give(name, groups), reference(name, groups), 1e-9 if name != "beta_norm" else 1e-6)
 
 
-def test_advantages_computed_by_hand() -> None:
-    assert give("group_mean", [[1, 0, 0, 1]]) == [[0.5, -0.5, -0.5, 0.5]]
-    assert give("leave_one_out", [[1, 0, 0, 1]]) == [pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])]
-    assert give("batch_mean", [[1, 0], [0]]) == [pytest.approx([2 / 3, -1 / 3]), pytest.approx([-1 / 3])]
-    # unbiased std of (0, 2) is sqrt(2)
-    assert give("group_norm", [[0, 2]]) == [pytest.approx([-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)])]
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_equal_rewards_give_no_advantage(name: str) -> None:
-    np.testing.assert_allclose(give(name, [[0.1] * 7])[0], 0.0, atol=1e-11)
-
-
 NOT_DYADIC = [0.7, 1 / 3, 0.1 + 0.2, 1e-3, 0.9999999]
 
 
-@pytest.mark.parametrize("value", NOT_DYADIC)
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "none"])
-def test_equal_rewards_without_exact_binary_form_give_exactly_zero_advantages(name: str, value: float) -> None:
+def test_equal_rewards_without_exact_binary_form_give_exactly_zero_advantages(name: str) -> None:
     """A rounded mean is not the value that it is the mean of."""
-    for size in range(2, 20):
+    for value, size in itertools.product(NOT_DYADIC, range(2, 20)):
         assert give(name, [[value] * size] * 3) == [[0.0] * size] * 3
+        if name in GROUPED and name != "group_mean_token_norm":  # its mean is not 0
+            found = give(name, [[value] * size, [0.1, 0.7, 0.2, 0.2], [1 / 3, 0.6]])
+            assert found[0] == [0.0] * size and all(any(advantages) for advantages in found[1:])
 
 
-@pytest.mark.parametrize("value", NOT_DYADIC)
-@pytest.mark.parametrize("name", [name for name in GROUPED if name != "group_mean_token_norm"])  # its mean is not 0
-def test_one_group_with_equal_rewards_among_others_has_exactly_zero_advantages(name: str, value: float) -> None:
-    for size in range(2, 20):
-        found = give(name, [[value] * size, [0.1, 0.7, 0.2, 0.2], [1 / 3, 0.6]])
-        assert found[0] == [0.0] * size
-        assert all(any(advantages) for advantages in found[1:])
-
-
-def test_batch_level_advantages_computed_by_hand() -> None:
+def test_advantages_computed_by_hand() -> None:
+    assert give("group_norm", [[0, 2]]) == [pytest.approx([-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)])]
+    assert give("leave_one_out", [[1, 0, 0, 1]]) == [pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])]
     assert give("batch_norm", [[0, 2], [1]]) == [pytest.approx([-1 / 1.0001, 1 / 1.0001]), [0.0]]
     scale = (0.5 / 3) ** 0.5 + 1e-4  # of -0.5, 0.5, 0 and 0
     assert give("group_mean_batch_norm", [[0, 1], [5, 5]])[0] == pytest.approx([-0.5 / scale, 0.5 / scale])
@@ -132,39 +115,16 @@ def test_batch_level_advantages_computed_by_hand() -> None:
     assert found[0] == pytest.approx([0.75 / density, *[-0.25 / density] * 3])
 
 
-def test_beta_norm_minimises_gradient_variance() -> None:
-    """Over p ~ Beta(a, b), the variance p (1 - p) / f(p)^2 of a normalised binary reward is least at BNPO's f."""
-    a, b = 2.4, 4.2
-    p = np.linspace(0, 1, 20_001)[1:-1]
-    prior = p ** (a - 1) * (1 - p) ** (b - 1)
-
-    def variance(alpha: float, beta: float) -> float:
-        scale = math.gamma(alpha) * math.gamma(beta) / math.gamma(alpha + beta)
-        density = p ** (alpha - 1) * (1 - p) ** (beta - 1) / scale
-        return float((prior * p * (1 - p) / density**2).sum())
-
-    best = variance(1 + a / 3, 1 + b / 3)
-    assert all(
-        variance(1 + a / 3 + da, 1 + b / 3 + db) > best for da in (-0.1, 0, 0.1) for db in (-0.1, 0, 0.1) if da or db
-    )
-
-
-@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 10.0), (-0.25, 0.75), (-3.0, 2.0)])
-def test_beta_norm_maps_any_two_rewards_to_failure_and_success(low: float, high: float) -> None:
-    """Rewards outside of 0 to 1 are mapped to it: with two values, advantages are those of rewards 0 and 1."""
-    binary = [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
-    mapped = [[high if reward else low for reward in group] for group in binary]
+@pytest.mark.parametrize(("low", "high"), [(-3.0, 2.0), (-0.25, 0.75)])
+def test_beta_norm_maps_rewards_to_success_rates(low: float, high: float) -> None:
+    """The range of 0, 1 and all rewards is mapped to 0 and 1."""
+    groups = [[high if reward else low for reward in group] for group in ([1, 0, 0, 0], [1, 1, 1, 0], [0, 0], [1, 0])]
     least, most = min(0.0, low), max(1.0, high)
-    expected = give("beta_norm", [[(reward - least) / (most - least) for reward in group] for group in mapped])
-    found = give("beta_norm", mapped)
-    assert [value for group in found for value in group] == pytest.approx([v for group in expected for v in group])
-    if (least, most) == (low, high):
-        assert [value for group in found for value in group] == pytest.approx(
-            [value for group in give("beta_norm", binary) for value in group]
-        )
+    expected = give("beta_norm", [[(reward - least) / (most - least) for reward in group] for group in groups])
+    assert_close(give("beta_norm", groups), expected, 1e-9)
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(groups=groups_of_rewards)
 def test_beta_norm_is_finite_for_any_rewards(groups: list[list[float]]) -> None:
     for group, advantages in zip(groups, give("beta_norm", groups), strict=True):
@@ -197,27 +157,17 @@ def test_token_norm_statistics_are_over_all_tokens(name: str) -> None:
     assert_close([group.tolist() for group in found], expected, 1e-12)
 
 
-def test_token_norm_of_equal_returns_is_exactly_zero() -> None:
-    tokens = [torch.tensor([3.0, 5.0, 1.0], dtype=torch.float64)]
-    (found,) = ADVANTAGES["token_norm"]([torch.full((3,), 0.1, dtype=torch.float64)], tokens)  # type: ignore[call-arg]
-    assert found.tolist() == [0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("name", GROUPED)
 def test_group_baselines_reject_single_samples(name: str) -> None:
     with pytest.raises(UserError, match=r'raise samples .* advantage="batch_mean"'):
         give(name, [[1.0, 0.0], [1.0]])
 
 
-def test_batch_baselines_accept_single_samples() -> None:
-    assert give("batch_mean", [[1.0], [0.0]]) == [[0.5], [-0.5]]
-    assert give("batch_norm", [[1.0], [0.0]]) == [
-        pytest.approx([0.5 / (0.5**0.5 + 1e-4)]),
-        [pytest.approx(-0.70700679)],
-    ]
-    for name in ("batch_mean", "batch_norm", "token_norm"):
-        with pytest.raises(UserError, match="two rollouts"):
-            give(name, [[1.0]])
+@pytest.mark.parametrize("name", ["batch_mean", "batch_norm", "token_norm"])
+def test_batch_baselines_accept_single_samples_but_not_a_single_rollout(name: str) -> None:
+    assert_close(give(name, [[1.0], [0.0]]), reference(name, [[1.0], [0.0]]), 1e-9)
+    with pytest.raises(UserError, match="two rollouts"):
+        give(name, [[1.0]])
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
@@ -298,8 +248,6 @@ def test_discount_prefers_earlier_rewards() -> None:
     group = Group(PROMPT, [episode([1.0], 0), episode([0.0, 1.0], 1)])
     make_algorithm("simple", discount=0.9).credit([group])
     assert [r.advantage for r in group.rollouts] == pytest.approx([0.05, -0.05])
-    with pytest.raises(UserError, match="discount"):
-        make_algorithm("simple", discount=1.5)
 
 
 def test_zero_variance_filter_compares_the_credited_returns() -> None:
@@ -313,9 +261,3 @@ def test_zero_variance_filter_compares_the_credited_returns() -> None:
         algo.credit([sooner, steps, solved])
         learns = [any(rollout.learns for rollout in group.rollouts) for group in (sooner, steps, solved)]
         assert learns == [group in kept for group in (sooner, steps, solved)]
-
-
-def test_step_credit_and_token_kl_penalties_cannot_be_combined() -> None:
-    for changes in ({"step_credit": True}, {"discount": 0.9}):
-        with pytest.raises(UserError, match="step_credit or discount"):
-            make_algorithm("reinforce_pp", reward_kl_coef=0.01, **changes)

@@ -9,28 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from algos_parts import CORRECTIONS, make_group
 from torch import Tensor
 
 from assay.algos.algorithm import Algorithm
 from assay.algos.batch import AGGREGATES, LossBatch, Sums, metrics
-from assay.algos.component import Scorers
 from assay.algos.recipes import RECIPES, make_algorithm
-from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
-
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+from assay.types import Group, Rollout, Status, UserError, Verdict
 
 VOCAB, WIDTH = 7, 5
-
-
-def make_group(name: str, samples: list[tuple[float, int]], limit: int = 10) -> Group:
-    """Samples are (verdict's reward, tokens); those that reach the limit were cut off."""
-    prompt = Prompt(id=name, messages=())
-    rollouts = []
-    for index, (reward, length) in enumerate(samples):
-        finish = Finish.LENGTH if length >= limit else Finish.STOP
-        completion = Completion([0] * length, [-1.0] * length, [-1.0] * length, finish)
-        rollouts.append(Rollout(prompt, index, [Turn([1], completion, "")], Verdict(reward, Status.WRONG)))
-    return Group(prompt, rollouts)
 
 
 def all_rollouts(groups: list[Group]) -> list[Rollout]:
@@ -115,7 +102,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *MORE])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split(recipe: str, seed: int) -> None:
     batch = Batch(seed)
     algorithm = with_everything_on(recipe if recipe in RECIPES else "grpo").replace(**MORE.get(recipe, {}))
@@ -126,28 +113,6 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(recipe: str, seed:
         assert total == pytest.approx(whole, abs=1e-12)
         torch.testing.assert_close(gradient, whole_gradient, atol=1e-12, rtol=0)
         assert metrics(sums) == pytest.approx(metrics(whole_sums), abs=1e-12)
-
-
-def test_grpo_loss_equals_a_scalar_reference_implementation() -> None:
-    """The paper's objective in scalar Python: mean over sequences of mean over tokens, clip and k3 term inside."""
-    batch, algorithm = Batch(3), make_algorithm("grpo", kl_coef=0.04)
-    total, _, sums = batch.run(algorithm, [list(range(len(batch.lengths)))])
-    per_sequence, clipped = [], 0
-    for i, length in enumerate(batch.lengths):
-        terms = []
-        for t in range(length):
-            logits = (batch.features[i][t] @ batch.theta).tolist()
-            logprob = logits[int(batch.tokens[i][t])] - math.log(sum(math.exp(x) for x in logits))
-            ratio, advantage = math.exp(logprob - float(batch.behaviour[i][t])), float(batch.advantages[i])
-            unclipped, held = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
-            clipped += held < unclipped
-            ref_ratio = math.exp(float(batch.reference[i][t]) - logprob)
-            terms.append(-min(unclipped, held) + 0.04 * (ref_ratio - math.log(ref_ratio) - 1))
-        if terms:
-            per_sequence.append(sum(terms) / length)
-    assert total == pytest.approx(sum(per_sequence) / len(per_sequence), abs=1e-12)
-    assert clipped > 0
-    assert metrics(sums)["policy/clip_fraction"] == pytest.approx(clipped / sum(batch.lengths))
 
 
 def grpo_terms(batch: Batch, i: int) -> list[tuple[float, float, float]]:
@@ -164,6 +129,21 @@ def grpo_terms(batch: Batch, i: int) -> list[tuple[float, float, float]]:
 def mean_over_sequences(losses: list[list[float]]) -> float:
     means = [sum(one) / len(one) for one in losses if one]
     return sum(means) / len(means)
+
+
+def test_grpo_loss_equals_a_scalar_reference_implementation() -> None:
+    """The paper's objective in scalar Python: mean over sequences of mean over tokens, clip and k3 term inside."""
+    batch, losses, clipped = Batch(3), [], 0
+    total, _, sums = batch.run(make_algorithm("grpo", kl_coef=0.04), [list(range(len(batch.lengths)))])
+    for i, advantage in enumerate(batch.advantages.tolist()):
+        terms = grpo_terms(batch, i)
+        clipped += sum(loss > -ratio * advantage for _, ratio, loss in terms)
+        log_ratios = [float(ref) - logprob for ref, (logprob, _, _) in zip(batch.reference[i], terms, strict=True)]
+        kl = [math.exp(log_ratio) - log_ratio - 1 for log_ratio in log_ratios]
+        losses.append([loss + 0.04 * k for k, (_, _, loss) in zip(kl, terms, strict=True)])
+    assert total == pytest.approx(mean_over_sequences(losses), abs=1e-12)
+    assert clipped > 0
+    assert metrics(sums)["policy/clip_fraction"] == pytest.approx(clipped / sum(batch.lengths))
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
@@ -198,28 +178,6 @@ def test_covariance_control_equals_a_scalar_reference_implementation(cov: str) -
     assert total == pytest.approx(mean_over_sequences(losses), abs=1e-12)
     marked = sum(int(one.sum()) for one in batch.marked)
     assert marked and metrics(sums)["policy/marked_fraction"] == pytest.approx(marked / sum(batch.lengths))
-
-
-def test_reinforce_pp_with_a_token_kl_penalty_in_the_reward() -> None:
-    """Returns fall by the KL of what follows, and are normalised over all tokens of the batch."""
-    algorithm = make_algorithm("reinforce_pp", reward_kl_coef=0.2)
-    logprobs, reference = [[-1.0, -2.0], [-0.5, -0.25, -3.0]], [[-1.5, -1.0], [-1.0, -0.75, -1.0]]
-    returns = []
-    for reward, one, other in zip([1.0, 0.0], logprobs, reference, strict=True):
-        kl = [x - y for x, y in zip(one, other, strict=True)]
-        returns += [reward - 0.2 * sum(kl[t:]) for t in range(len(kl))]
-    mean = sum(returns) / 5
-    std = (sum((r - mean) ** 2 for r in returns) / 4) ** 0.5
-    groups = [make_group("a", [(1, 2)]), make_group("b", [(0, 3)])]
-    for rollout, own in zip(all_rollouts(groups), logprobs, strict=True):
-        rollout.turns[0].completion.engine_logprobs = own
-    algorithm.credit(groups, Scorers(lambda _: reference))
-    first, second = (rollout.token_advantages or [] for rollout in all_rollouts(groups))
-    assert [len(first), len(second)] == [2, 3]
-    assert first + second == pytest.approx([(r - mean) / (std + 1e-4) for r in returns])
-    assert algorithm.needs.reference and not algorithm.needs.every_rollout
-    one = torch.ones(2)
-    assert "loss/kl" not in algorithm.loss(LossBatch(-one, -one, one, one / 2)).sums.losses
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_answer() -> None:
@@ -310,22 +268,23 @@ def test_dapo_drops_zero_variance_groups_and_penalises_length() -> None:
     assert [r.reward for r in kept[0].rollouts] == [0.5, 0]  # shaping starts from the verdict, never adds up
 
 
+def test_prompts_with_a_low_pass_rate_are_not_sampled_again() -> None:
+    algorithm = make_algorithm("simple", pass_rate_low=0.5)
+    algorithm.end_step(1, [make_group("hard", [(0, 3), (0, 3)])], {})
+    assert algorithm.accepts_prompt("new", 2) and not algorithm.accepts_prompt("hard", 2)
+
+
 def test_masked_rollouts_stay_in_the_baseline() -> None:
     algorithm = make_algorithm("simple", mask_overlong=True)
     groups = [make_group("a", [(1, 3), (0, 10)])]
+    assert make_algorithm("simple").keep(groups) == (groups, []) and not groups[0].rollouts[1].masked
     kept, dropped = algorithm.keep(groups)
     algorithm.credit(kept)
     assert dropped == []
     assert [(r.masked, r.advantage) for r in kept[0].rollouts] == [(False, 0.5), (True, -0.5)]
 
 
-def test_keep_without_filters_keeps_all() -> None:
-    groups = [make_group("a", [(1, 10), (1, 3)])]
-    assert make_algorithm("grpo").keep(groups) == (groups, [])
-    assert not groups[0].rollouts[0].masked
-
-
-def test_user_defined_advantage_and_loss_are_used_and_checked() -> None:
+def test_user_defined_advantage_and_loss_are_used() -> None:
     def doubled(rewards: list[Tensor]) -> list[Tensor]:
         return [2 * rewards_G for rewards_G in rewards]
 
@@ -333,27 +292,23 @@ def test_user_defined_advantage_and_loss_are_used_and_checked() -> None:
         return logprobs.square(), {"square": logprobs.square()}
 
     algorithm = make_algorithm("simple", advantage=doubled, policy_loss=squared)
+    assert algorithm.needs.every_rollout  # the loss may not vanish where the advantage is 0
     groups = [make_group("a", [(3, 1)])]
     algorithm.check_samples(1)
     algorithm.credit(groups)
     assert groups[0].rollouts[0].advantage == 6
     one = torch.ones(1)
     assert metrics(algorithm.loss(LossBatch(-3 * one, one, one, one)).sums)["policy/square"] == 9
-    with pytest.raises(UserError, match="one finite number per"):
-        make_algorithm("simple", advantage=lambda rewards: [r / 0 for r in rewards]).credit(groups)
-    with pytest.raises(UserError, match="returned 0 groups"):
-        make_algorithm("simple", advantage=lambda rewards: []).credit(groups)
-    with pytest.raises(UserError, match="shape"):
-        make_algorithm("simple", policy_loss=lambda *_: (torch.zeros(()), {})).loss(LossBatch(one, one, one, one))
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "rloo", "simple", "gspo", "cispo", "gpg", "bnpo"])
-def test_group_recipes_reject_one_sample_per_prompt(recipe: str) -> None:
-    with pytest.raises(UserError, match="raise samples"):
-        make_algorithm(recipe).check_samples(1)
-    make_algorithm(recipe).check_samples(2)
-    for enough in ("reinforce", "reinforce_pp", "remax", "ppo"):
-        make_algorithm(enough).check_samples(1)
+def test_group_recipes_reject_one_sample_per_prompt() -> None:
+    for recipe in RECIPES:
+        make_algorithm(recipe).check_samples(2)
+        if recipe in ("reinforce", "reinforce_pp", "remax", "ppo"):
+            make_algorithm(recipe).check_samples(1)
+        else:
+            with pytest.raises(UserError, match="raise samples"):
+                make_algorithm(recipe).check_samples(1)
 
 
 def test_rewards_must_be_finite() -> None:
@@ -417,6 +372,8 @@ def test_groups_with_less_than_two_judged_answers_have_no_advantages() -> None:
     assert [[rollout.advantage for rollout in group.rollouts] for group in groups] == [[0, 0], [0, 0], [0.5, -0.5]]
     kept, dropped = make_algorithm("dapo", max_new_tokens=100).keep(groups)
     assert (kept, dropped) == ([whole], [one, none])
+    make_algorithm("dr_grpo", step_credit=True).credit([one, whole])
+    assert [r.token_advantages for r in all_rollouts([one, whole])] == [[0, 0], [0, 0], [0.5, 0.5], [-0.5, -0.5]]
     make_algorithm("reinforce").credit([one, none])  # compares the batch, in which only one answer was judged
     assert [rollout.advantage for rollout in all_rollouts([one, none])] == [0, 0, 0, 0]
 

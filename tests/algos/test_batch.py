@@ -29,7 +29,7 @@ def by_hand(losses: list[np.ndarray], mode: str, constant_length: int) -> float:
 
 
 @pytest.mark.parametrize("mode", AGGREGATES)
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(lengths=lengths_with_some_masked, seed=st.integers(0, 1000))
 def test_weighted_sum_equals_the_aggregation(mode: str, lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ POLICY_LOGITS = torch.tensor([0.2, -1.0, 0.7, 0.0], dtype=torch.float64)
 REF_LOGPROBS = torch.tensor([0.5, -0.3, 0.1, -0.9], dtype=torch.float64).log_softmax(0)
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(logprob=st.floats(-8, 0), ref=st.floats(-8, 0))
 def test_values(logprob: float, ref: float) -> None:
     values = {
@@ -97,55 +97,14 @@ def true_gradient(direction: str) -> tuple[torch.Tensor, torch.Tensor]:
     return divergence.detach(), torch.autograd.grad(divergence, logits)[0]
 
 
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_k1_and_k3_are_unbiased(name: str) -> None:
-    torch.testing.assert_close(expected_value_and_gradient(name)[0], true_gradient("policy||ref")[0])
-
-
-def test_expected_gradients_are_as_documented() -> None:
+def test_expected_values_and_gradients_are_as_documented() -> None:
+    for name in ("k1", "k3"):
+        torch.testing.assert_close(expected_value_and_gradient(name)[0], true_gradient("policy||ref")[0])
     k1, k2, k3 = (expected_value_and_gradient(name)[1] for name in ("k1", "k2", "k3"))
     torch.testing.assert_close(k1, torch.zeros_like(k1), atol=1e-12, rtol=0)
     torch.testing.assert_close(k2, true_gradient("policy||ref")[1])
     torch.testing.assert_close(k3, true_gradient("ref||policy")[1])
     assert not torch.allclose(k2, k3)
-
-
-def test_k2_is_biased_far_from_the_reference() -> None:
-    """Its value agrees with the divergence up to second order; its gradient, on policy, anywhere."""
-    logprobs, ref = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.5], [1e-9, 1 - 1e-9]))
-    values = {name: float((logprobs.exp() * estimate(logprobs, ref)).sum()) for name, estimate in KL.items()}
-    divergence = float((logprobs.exp() * (logprobs - ref)).sum())
-    assert values["k1"] == pytest.approx(divergence) and values["k2"] > 10 * divergence
-    near = (POLICY_LOGITS + 1e-3 * torch.arange(4)).log_softmax(0)
-    logprobs = POLICY_LOGITS.log_softmax(0)
-    small = float((logprobs.exp() * (logprobs - near)).sum())
-    assert float((logprobs.exp() * KL["k2"](logprobs, near)).sum()) == pytest.approx(small, rel=2e-3)
-
-
-def test_gradient_of_k2_is_correct_only_for_tokens_of_the_current_policy() -> None:
-    logits = POLICY_LOGITS.clone().requires_grad_()
-    earlier = (POLICY_LOGITS + torch.tensor([0.5, 0.0, -0.5, 0.3])).softmax(0)
-    mean = (earlier * KL["k2"](logits.log_softmax(0), REF_LOGPROBS)).sum()
-    assert not torch.allclose(torch.autograd.grad(mean, logits)[0], true_gradient("policy||ref")[1], rtol=0.1)
-
-
-def test_gradient_of_k2_ignores_the_effect_on_later_tokens() -> None:
-    """Of a whole answer's divergence it is the part of single tokens: prefixes are not differentiated."""
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)))
-    refs = [torch.randn(x.shape, generator=generator, dtype=torch.float64).log_softmax(-1) for x in (first, second)]
-    first.requires_grad_()
-    logprobs = first.log_softmax(0), second.log_softmax(1)
-    joint = logprobs[0].exp()[:, None] * logprobs[1].exp()  # of answers of two tokens
-    ratios = [own - ref for own, ref in zip(logprobs, refs, strict=True)]
-    of_answers = torch.autograd.grad((joint * (ratios[0][:, None] + ratios[1])).sum(), first, retain_graph=True)[0]
-    estimates = [KL["k2"](own, ref) for own, ref in zip(logprobs, refs, strict=True)]
-    found = torch.autograd.grad(
-        (joint.detach() * (estimates[0][:, None] + estimates[1])).sum(), first, retain_graph=True
-    )[0]
-    of_the_token = torch.autograd.grad((logprobs[0].exp() * ratios[0]).sum(), first)[0]
-    torch.testing.assert_close(found, of_the_token)
-    assert not torch.allclose(found, of_answers, rtol=0.1)
 
 
 @pytest.mark.parametrize("name", list(KL))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from assay.algos.recipes import RECIPES, make_algorithm
 from assay.types import UserError
@@ -47,91 +46,49 @@ def test_overrides_do_not_change_the_recipe() -> None:
     assert changed.replace(kl_coef=0.0).settings == make_algorithm("grpo").settings
 
 
-def test_user_defined_functions_are_accepted() -> None:
-    def halved(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [rewards_G / 2 for rewards_G in rewards]
-
-    assert make_algorithm("simple", advantage=halved).settings.advantage is halved
-
-
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "message"),
+    ("recipe", "overrides", "named"),
     [
-        ("gpro", {}, "unknown recipe 'gpro': did you mean 'grpo'"),
-        ("GRPO", {}, "did you mean 'grpo'"),
+        ("gpro", {}, "did you mean 'grpo'"),
         ("zzz", {}, "known: reinforce, grpo"),
-        ("grpo", {"clip_hihg": 0.3}, "unknown key 'clip_hihg' in the settings: did you mean 'clip_high'"),
-        ("grpo", {"advantage": "group_nrom"}, "unknown advantage 'group_nrom': did you mean 'group_norm'"),
-        ("grpo", {"policy_loss": "ppo"}, "unknown policy_loss 'ppo'"),
+        ("grpo", {"clip_hihg": 0.3}, "did you mean 'clip_high'"),
+        ("grpo", {"advantage": "group_nrom"}, "did you mean 'group_norm'"),
+        ("grpo", {"policy_loss": "ppo"}, "policy_loss 'ppo'"),
         ("grpo", {"aggregate": "tokens"}, "did you mean 'token'"),
-        ("grpo", {"kl": "k4"}, "'kl' in the settings: input should be 'k1', 'k2' or 'k3', not 'k4'"),
-        (
-            "grpo",
-            {"clip_low": -0.1},
-            "'clip_low' in the settings: input should be greater than or equal to 0, not -0.1",
-        ),
-        (
-            "grpo",
-            {"clip_high": float("nan")},
-            "'clip_high' in the settings: input should be greater than or equal to 0, not nan",
-        ),
-        ("grpo", {"clip_high": "0.2"}, "'clip_high' in the settings: input should be a valid number, not '0.2'"),
-        ("grpo", {"dual_clip": 0.9}, "dual_clip = 0.9 must be above 1, e.g. 3, or 0 for none"),
-        (
-            "grpo",
-            {"dual_clip": -3.0},
-            "'dual_clip' in the settings: input should be greater than or equal to 0, not -3.0",
-        ),
-        ("reinforce_pp", {"advantage": "batch_norm", "reward_kl_coef": 0.1}, "batch_mean, token_norm, none"),
-        ("grpo", {"updates": 0}, "'updates' in the settings: input should be greater than or equal to 1, not 0"),
-        ("grpo", {"updates": 1.5}, "'updates' in the settings: input should be a valid integer, not 1.5"),
-        ("grpo", {"updates": True}, "'updates' in the settings: input should be a valid integer, not True"),
-        (
-            "grpo",
-            {"minibatch_size": -1},
-            "'minibatch_size' in the settings: input should be greater than or equal to 0, not -1",
-        ),
-        ("dapo", {"resample": -1}, "'resample' in the settings: input should be greater than or equal to 0, not -1"),
+        ("grpo", {"kl": "k4"}, "'kl'"),
+        ("grpo", {"clip_low": -0.1}, "'clip_low'"),
+        ("grpo", {"clip_high": float("nan")}, "'clip_high'"),
+        ("grpo", {"clip_high": "0.2"}, "'clip_high'"),
+        ("grpo", {"dual_clip": 0.9}, "dual_clip = 0.9"),
+        ("grpo", {"updates": 0}, "'updates'"),
+        ("grpo", {"updates": True}, "'updates'"),
+        ("grpo", {"minibatch_size": -1}, "'minibatch_size'"),
+        ("dapo", {"resample": -1}, "'resample'"),
         ("dapo", {"drop_zero_variance": False}, "set resample = 0, or drop_zero_variance = true"),
-        (
-            "dapo",
-            {"soft_overlong_buffer": 4096},
-            "'soft_overlong_buffer' in the settings: input should be less than or equal to 1, not 4096",
-        ),
-        ("simple", {"kl_coef": 0.1}, "needs an estimator"),
-        (
-            "gspo",
-            {"ratio": "sequences"},
-            "'ratio' in the settings: input should be 'token' or 'sequence', not 'sequences'",
-        ),
-        (
-            "grpo",
-            {"correction": "truncate"},
-            "'correction' in the settings: input should be 'token_truncate', 'token_mask'",
-        ),
-        ("grpo", {"correction_low": 3.0}, "correction_low = 3.0 must not be above correction_high = 2.0"),
-        ("grpo", {"pass_rate_low": 0.9, "pass_rate_high": 0.5}, "pass_rate_low = 0.9 must not be above"),
-        ("grpo", {"cov": "cov"}, "'cov' in the settings: input should be 'kl_cov' or 'clip_cov', not 'cov'"),
-        ("grpo", {"cov_fraction": 2}, "'cov_fraction' in the settings: input should be less than or equal to 1, not 2"),
-        (
-            "grpo",
-            {"entropy_target": "much"},
-            "'entropy_target' in the settings: input should be a valid number, not 'much'",
-        ),
-        ("ppo", {"step_credit": True}, "cannot be combined"),
+        ("dapo", {"soft_overlong_buffer": 4096}, "'soft_overlong_buffer'"),
+        ("gspo", {"ratio": "sequences"}, "'ratio'"),
+        ("grpo", {"correction": "truncate"}, "'correction'"),
+        ("grpo", {"correction_low": 3.0}, "correction_low = 3.0"),
+        ("grpo", {"pass_rate_low": 0.9, "pass_rate_high": 0.5}, "pass_rate_low = 0.9"),
+        ("grpo", {"cov": "cov"}, "'cov'"),
+        ("grpo", {"cov_fraction": 2}, "'cov_fraction'"),
+        ("grpo", {"entropy_target": "much"}, "'entropy_target'"),
+        ("simple", {"discount": 1.5}, "discount"),
+        ("simple", {"kl_coef": 0.1}, "kl_coef = 0.1"),
+        ("reinforce_pp", {"kl_coef": 0.1}, "reward_kl_coef"),
+        ("reinforce_pp", {"advantage": "batch_norm", "reward_kl_coef": 0.1}, "batch_mean, token_norm, none"),
+        ("reinforce_pp", {"reward_kl_coef": 0.01, "step_credit": True}, "step_credit or discount"),
+        ("reinforce_pp", {"reward_kl_coef": 0.01, "discount": 0.9}, "step_credit or discount"),
+        ("ppo", {"step_credit": True}, "step_credit, discount or greedy_baseline"),
         ("remax", {"critic": True}, "step_credit, discount or greedy_baseline"),
-        ("reinforce_pp", {"kl_coef": 0.1}, "or reward_kl_coef instead"),
-        ("grpo", {"reward_kl_coef": 0.1, "reward_kl_per": "token"}, "use group_mean, leave_one_out, batch_mean"),
-        ("bnpo", {"reward_kl_coef": 0.1}, "success rates"),
-        ("bnpo", {"soft_overlong_buffer": 0.2}, "success rates: set soft_overlong_buffer = 0"),
-        ("dapo", {"advantage": "beta_norm"}, "success rates: set soft_overlong_buffer = 0"),
-        ("bnpo", {"greedy_baseline": True}, "success rates: set greedy_baseline = false"),
-        ("rloo", {"reward_kl_per": "tokens"}, "input should be 'sequence' or 'token', not 'tokens'"),
-        ("rloo", {"reward_kl_coef": -0.1}, "input should be greater than or equal to 0, not -0.1"),
+        ("bnpo", {"reward_kl_coef": 0.1}, "reward_kl_coef"),
+        ("bnpo", {"soft_overlong_buffer": 0.2}, "soft_overlong_buffer = 0"),
+        ("bnpo", {"greedy_baseline": True}, "greedy_baseline = false"),
+        ("rloo", {"reward_kl_per": "tokens"}, "'reward_kl_per'"),
+        ("rloo", {"reward_kl_coef": -0.1}, "'reward_kl_coef'"),
     ],
 )
-def test_invalid_settings_are_reported(recipe: str, overrides: dict, message: str) -> None:
+def test_invalid_settings_are_reported(recipe: str, overrides: dict, named: str) -> None:
     with pytest.raises(UserError) as error:
         make_algorithm(recipe, **overrides)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    assert named in str(error.value) and "\n" not in str(error.value)

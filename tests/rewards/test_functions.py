@@ -194,11 +194,6 @@ def test_awaitable_of_a_plain_function_is_awaited_in_workers(write: Write) -> No
             assert [verdict.reward for verdict in pool.judge([("a", "", {}), ("abc", "", {})])] == [1.0, 3.0]
 
 
-def test_failure_names_the_line_of_the_users_file(write: Write) -> None:
-    verdict = FunctionJudge(write("def reward(completion, answer):\n    return 1 / 0\n"))("c", "a", {})
-    assert "ZeroDivisionError" in verdict.detail and "mine.py:2" in verdict.detail
-
-
 GROUP = ["It is 12", "12", "It is 13"]
 TRL = {
     "strings": """

@@ -126,14 +126,8 @@ def test_the_request_has_rubric_question_answer_and_gold() -> None:
         assert verdict.parts == {"score": pytest.approx(4.0)}
         (body,) = server.requests
         (sent,) = body["messages"]
-        for text in (
-            "Be right.",
-            "Who wrote {gold}?",
-            "By {question} and {scale}.",
-            "Ann",
-            "from 1 (worst) to 5 (best)",
-        ):
-            assert text in sent["content"]
+        asked = ("Be right.", "Who wrote {gold}?", "By {question} and {scale}.", "Ann", "from 1 (worst) to 5 (best)")
+        assert [text for text in asked if text not in sent["content"]] == []
         assert "hidden" not in sent["content"] and body["top_logprobs"] == 20 and body["temperature"] == 0
         judge_text(judge, "x", Prompt("q", PROMPT.messages))
         assert "<reference>" not in server.requests[1]["messages"][0]["content"]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -176,11 +175,6 @@ def test_lone_surrogates_and_nested_fields_are_preserved(function: Callable[[str
         )
 
 
-def test_judging_without_workers() -> None:
-    with JudgePool(MathJudge("hash"), workers=0) as pool:
-        assert [v.correct for v in pool.judge([("#### 5", "5", {}), ("#### 5", "6", {})])] == [True, False]
-
-
 @dataclass(frozen=True)
 class Raises:
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
@@ -304,11 +298,6 @@ def test_valid_verdict_message_is_parsed() -> None:
 def test_invalid_verdict_messages_are_rejected(change: dict[str, Any] | None) -> None:
     with pytest.raises(BadMessage):
         parse_verdict(change if change is None else VALID | change)
-
-
-def test_verdicts_can_be_pickled() -> None:
-    verdict = MathJudge()(r"\boxed{5}", "5", {})
-    assert pickle.loads(pickle.dumps(verdict)) == verdict
 
 
 def test_the_time_limit_of_programs_must_fit_into_that_of_judging():

@@ -49,6 +49,13 @@ def logits(folder: Path) -> list[float]:
     return [one[0] for one in transformers_logits(folder, [talk(answer) for answer in ANSWERS])]
 
 
+@pytest.fixture(scope="module")
+def started(folder: Path) -> Iterator[RewardModelJudge]:
+    """One process for several tests: it takes seconds to start."""
+    with RewardModelJudge(settings(model=str(folder))) as judge:
+        yield judge
+
+
 class Server:
     """Answers with outputs that `answer` returns for a request; keeps the requests."""
 
@@ -146,33 +153,29 @@ def test_one_of_several_labels_or_their_expected_value_is_the_score() -> None:
         score_of([math.nan], settings(model="m"))
 
 
-def test_a_process_that_dies_fails_the_answers_and_is_started_again(folder: Path, logits: list[float]) -> None:
-    with RewardModelJudge(settings(model=str(folder))) as judge:
-        judge.judge(items(judge)[:1])
-        assert judge.process.worker is not None
-        os.kill(judge.process.worker.process.pid, signal.SIGKILL)
-        failed = judge.judge(items(judge))
-        assert {one.status for one in failed} == {Status.ERROR} and "process of the reward model ended" in failed[
-            0
-        ].detail
-        assert [one.reward for one in judge.judge(items(judge))] == pytest.approx(logits, abs=1e-5)
+def test_an_answer_that_is_too_long_is_a_failure_not_a_zero(started: RewardModelJudge) -> None:
+    panel = JudgePanel(started, 2.0, JudgePool(MathJudge("hash"), workers=0))
+    texts = ["four #### 4", "five #### 5", "very " * 40]
+    ((right, wrong, failed),) = panel.judge_groups([(texts, "4", started.fields(PROMPT))])
+    assert (right.status, wrong.status, failed.status) == (Status.OK, Status.WRONG, Status.ERROR)
+    assert right.reward == pytest.approx(1.0 + 2.0 * right.parts["judge"])
+    assert failed.reward == 0.0 and "49 tokens" in failed.detail  # training masks it: see its status
 
 
-def test_an_answer_that_is_too_long_is_a_failure_not_a_zero(folder: Path) -> None:
-    with RewardModelJudge(settings(model=str(folder))) as judge:
-        panel = JudgePanel(judge, 2.0, JudgePool(MathJudge("hash"), workers=0))
-        texts = ["four #### 4", "five #### 5", "very " * 40]
-        ((right, wrong, failed),) = panel.judge_groups([(texts, "4", judge.fields(PROMPT))])
-        assert (right.status, wrong.status, failed.status) == (Status.OK, Status.WRONG, Status.ERROR)
-        assert right.reward == pytest.approx(1.0 + 2.0 * right.parts["judge"])
-        assert failed.reward == 0.0 and "49 tokens" in failed.detail  # training masks it: see its status
+def test_the_reward_model_alone_is_shaped_by_the_reward_mix(started: RewardModelJudge, logits: list[float]) -> None:
+    verdicts = JudgePanel(started, 1.0, mix=RewardMix(started, correct=10.0)).judge(items(started))
+    assert [one.reward for one in verdicts] == pytest.approx([10 * x for x in logits], abs=1e-4)
 
 
-def test_the_reward_model_alone_is_shaped_by_the_reward_mix(folder: Path, logits: list[float]) -> None:
-    with RewardModelJudge(settings(model=str(folder), sigmoid=True)) as judge:
-        panel = JudgePanel(judge, 1.0, mix=RewardMix(judge, correct=10.0))
-        verdicts = panel.judge(items(judge))
-        assert [one.reward for one in verdicts] == pytest.approx([10 / (1 + math.exp(-x)) for x in logits], abs=1e-4)
+def test_a_process_that_dies_fails_the_answers_and_is_started_again(
+    started: RewardModelJudge, logits: list[float]
+) -> None:
+    started.judge(items(started)[:1])
+    assert started.process.worker is not None
+    os.kill(started.process.worker.process.pid, signal.SIGKILL)
+    failed = started.judge(items(started))
+    assert {one.status for one in failed} == {Status.ERROR} and "ended" in failed[0].detail
+    assert [one.reward for one in started.judge(items(started))] == pytest.approx(logits, abs=1e-5)
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
@@ -202,9 +205,7 @@ def test_vllm_gets_the_messages_and_its_outputs_are_the_scores(tmp_path: Path, w
 @pytest.mark.parametrize(
     ("api", "reply"),
     [
-        ("classify", classify_reply([0.25])),
         ("pooling", {"data": [{"index": 0, "object": "pooling", "data": [[9.0], [0.25]]}], "usage": USAGE}),
-        ("sglang", {"embedding": [0.25], "meta_info": {"prompt_tokens": 9}}),
         ("sglang", {"embedding": 0.25, "meta_info": {"prompt_tokens": 9}}),
     ],
 )
@@ -232,7 +233,8 @@ def test_failures_of_the_endpoint_are_statuses() -> None:
         assert gone.status is Status.ERROR and "not reachable" in gone.detail
 
 
-def test_answers_of_other_forms_have_no_outputs() -> None:
+def test_outputs_are_read_from_every_form_of_reply_and_no_other() -> None:
+    assert outputs_in({"embedding": [0.25]}) == outputs_in({"embedding": 0.25}) == [0.25]
     for answer in ({}, {"data": []}, {"data": [{"probs": []}]}, {"embedding": ["a"]}, {"embedding": [10**400]}):
         assert outputs_in(answer) is None
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import random
 import subprocess
 import sys
@@ -47,11 +46,6 @@ def test_unknown_answer_form_is_a_user_error() -> None:
         MathJudge(extract="boxt")
 
 
-def test_judges_can_be_pickled() -> None:
-    judge = MathJudge("hash", strict=False)
-    assert pickle.loads(pickle.dumps(judge)) == judge
-
-
 def test_math_verify_judge() -> None:
     judge = MathVerifyJudge()
     assert judge(r"we get $\frac{1}{2}$", "0.5", {}).status is Status.OK
@@ -79,24 +73,24 @@ def judge(expression: str, fields: object = None) -> tuple[Status, str]:
     return verdict.status, verdict.detail
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "3*4+5",
-        " (3 * 4) + 5 ",
-        "5+4*3",
-        "3 × 4 + 5",
-        r"3 \times 4 + 5",
-        r"$3 \cdot 4 + 5$",
-        "3*4+5 = 17",
-        "3*4+5=17.0",
-        "((((3))))*4+5",
-        "-(-5) + 3*4",
-        "+5+3*4",
-    ],
-)
-def test_countdown_solutions(expression: str) -> None:
-    assert judge(expression) == (Status.OK, "")
+SOLUTIONS = [
+    *("3*4+5", " (3 * 4) + 5 ", "5+4*3", "3 × 4 + 5", r"3 \times 4 + 5", r"$3 \cdot 4 + 5$", "3*4+5 = 17"),
+    *("3*4+5=17.0", "((((3))))*4+5", "-(-5) + 3*4", "+5+3*4"),
+]
+UNREADABLE = [
+    *("3*4+", "3**4+5", "9**9**9**9", "3//4+5", "3(4)+5", "x+5", "3*4+5 = x", "3*4+5=17=17", "3.0*4+5", "3,4,5"),
+    *("3 4 5", "__import__('os').system('true')", "(" * 10_000, "(" * 100 + "3" + ")" * 100 + "*4+5"),
+    *("9" * 300, "9" * 10_000_000, "\ud800"),
+]
+
+
+def test_countdown_solutions() -> None:
+    assert [expression for expression in SOLUTIONS if judge(expression) != (Status.OK, "")] == []
+
+
+def test_unreadable_countdown_expressions_have_a_reason() -> None:
+    found = {expression: judge(expression) for expression in UNREADABLE}
+    assert all(status is Status.UNPARSABLE and detail for status, detail in found.values())
 
 
 @pytest.mark.parametrize(
@@ -116,33 +110,6 @@ def test_countdown_solutions(expression: str) -> None:
 def test_wrong_countdown_solutions_have_a_reason(expression: str, why: str) -> None:
     status, detail = judge(expression)
     assert status is Status.WRONG and why in detail
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "3*4+",
-        "3**4+5",
-        "9**9**9**9",
-        "3//4+5",
-        "3(4)+5",
-        "x+5",
-        "3*4+5 = x",
-        "3*4+5=17=17",
-        "3.0*4+5",
-        "__import__('os').system('true')",
-        "(" * 10_000,
-        "(" * 100 + "3" + ")" * 100 + "*4+5",
-        "9" * 300,
-        "9" * 10_000_000,
-        "3,4,5",
-        "3 4 5",
-        "\ud800",
-    ],
-)
-def test_unreadable_countdown_expressions(expression: str) -> None:
-    status, detail = judge(expression)
-    assert detail and status is Status.UNPARSABLE
 
 
 def test_repeated_signs() -> None:

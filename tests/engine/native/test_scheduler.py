@@ -541,50 +541,6 @@ def go_on(scheduler: Scheduler, steps: int) -> Plan:
     return plan
 
 
-def test_prompts_with_a_common_prefix_share_blocks_within_one_plan() -> None:
-    scheduler = make(20)
-    (a,) = add(scheduler, job(0, 0, tokens=[7] * 32 + [1] * 8))
-    (b,) = add(scheduler, job(1, 0, tokens=[7] * 32 + [2] * 8))
-    (c,) = add(scheduler, job(2, 0, tokens=[7] * 32))
-    plan = scheduler.plan(1)
-    assert spans(plan) == [(7, 0, 40), (7, 32, 40)]
-    assert plan.entering == [a, b, c]
-    assert a.blocks[:2] == b.blocks[:2] == c.blocks
-    assert a.blocks[2] != b.blocks[2]
-    assert scheduler.blocks.in_use == 4
-
-
-def test_all_samples_but_the_last_copy_the_partial_block_of_the_prompt() -> None:
-    scheduler = make(20)
-    first, second, last = add(scheduler, job(0, 20), 3)
-    plan = scheduler.plan(1)
-    assert spans(plan) == [(0, 0, 20)]
-    assert plan.copies == [(last.blocks[1], first.blocks[1]), (last.blocks[1], second.blocks[1])]
-    assert len({sample.blocks[1] for sample in (first, second, last)}) == 3
-    assert {sample.blocks[0] for sample in (first, second, last)} == {last.blocks[0]}
-    assert scheduler.blocks.in_use == 4
-
-
-def test_full_blocks_need_no_copy_and_the_first_step_needs_no_block() -> None:
-    scheduler = make(20)
-    samples = add(scheduler, job(0, 32), 3)
-    assert go_on(scheduler, 1).copies == []
-    assert scheduler.blocks.in_use == 2
-    scheduler.plan(1)
-    assert scheduler.blocks.in_use == 5
-    assert len({sample.blocks[2] for sample in samples}) == 3
-
-
-def test_samples_that_start_later_copy_the_partial_block_of_the_prompt() -> None:
-    scheduler = make(20, max_batch=2)
-    first, second, last = add(scheduler, job(0, 20), 3)
-    assert go_on(scheduler, 4).entering == [first, second]
-    scheduler.release([first])
-    plan = go_on(scheduler, 4)
-    assert (plan.chunks, plan.copies, plan.entering) == ([], [], [last])
-    assert (second.row, last.row) == (0, 1)
-
-
 def test_a_cache_for_one_sequence_serves_two_samples_in_turn() -> None:
     scheduler = make(3)
     first, second = add(scheduler, job(0, 40, limit=9), 2)
@@ -682,32 +638,6 @@ def test_samples_of_a_computed_prompt_are_admitted_one_by_one() -> None:
     assert go_on(scheduler, 1).entering == samples[64:65]
 
 
-def test_released_rows_are_filled_by_the_last_rows() -> None:
-    scheduler = make(20)
-    samples = add(scheduler, job(0, 3), 5)
-    go_on(scheduler, 2)
-    assert scheduler.release([samples[0], samples[3], samples[1]]) == [(4, 1), (2, 0)][::-1]
-    assert scheduler.running == [samples[2], samples[4]]
-    assert samples[2].spans == [(2, 0), (0, 2)]
-    assert samples[4].spans == [(4, 0), (1, 2)]
-    assert scheduler.release([samples[4]]) == []
-
-
-def test_a_plan_lists_samples_that_got_more_blocks() -> None:
-    scheduler = make(20)
-    first, second = add(scheduler, job(0, 15), 2)
-    assert go_on(scheduler, 2).grown == []  # those who enter have theirs
-    (third,) = add(scheduler, job(1, 14))
-    plan = go_on(scheduler, 1)  # writes the 17th token of two
-    assert (plan.grown, plan.entering) == ([first, second], [third])
-    assert go_on(scheduler, 2).grown == []
-    assert go_on(scheduler, 1).grown == [third]
-    assert go_on(scheduler, 12).grown == []
-    assert go_on(scheduler, 40).grown == [first, second, third]
-    assert [len(sample.blocks) for sample in (first, second, third)] == [4, 4, 4]
-    assert go_on(scheduler, 40).grown == [], "the limit is reached"
-
-
 def test_preemption_frees_the_newest_sequence_and_requeues_it_first() -> None:
     scheduler = make(4)
     first, second = add(scheduler, job(0, 14), 2)
@@ -735,26 +665,6 @@ def keep(scheduler: Scheduler, sample: Sample, drawn: int) -> int:
     sample.blocks = []
     scheduler.release([sample])
     return handle
-
-
-def test_a_continuation_starts_at_the_end_of_the_kept_sequence() -> None:
-    scheduler = make(20)
-    (sample,) = add(scheduler, job(0, 20))
-    go_on(scheduler, 20)  # for more tokens than are drawn
-    handle = keep(scheduler, sample, drawn=8)
-    assert scheduler.blocks.in_use == 2
-    kept = scheduler.pop_kept(handle)
-    assert kept is not None
-    assert scheduler.pop_kept(handle) is None
-    assert (kept.tokens, kept.stored) == ([0] * 20 + [9] * 8, 27)
-    samples = [Sample(job(0, 0, tokens=[*kept.tokens, 3, 4, 5]), i) for i in range(2)]
-    scheduler.add(samples[0].job.tokens, samples, kept)
-    plan = go_on(scheduler, 1)
-    assert spans(plan) == [(0, 27, 31)]
-    assert plan.entering == samples
-    assert plan.chunks[0].blocks == kept.blocks
-    scheduler.release_kept(handle)  # nothing any more
-    assert scheduler.blocks.in_use == 3
 
 
 def test_kept_sequences_are_evicted_before_preemption_oldest_first() -> None:

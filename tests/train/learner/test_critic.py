@@ -37,9 +37,8 @@ def plain_values(own: Critic, row: Row) -> list[float]:
     return [float(every[position - 1]) for position, trained in enumerate(row.trained) if trained]
 
 
-@pytest.mark.parametrize("budget", [10**6, 30, 1])
-def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
-    own = critic(budget, normalise=False, gamma=0.9, gae_lambda=0.95)
+def test_values_and_advantages_are_those_of_a_plain_pass() -> None:
+    own = critic(30, normalise=False, gamma=0.9, gae_lambda=0.95)
     groups = make_groups(tiny_decoder())
     rollouts = [r for group in groups for r in group.rollouts]
     rollouts[3].masked = True
@@ -55,8 +54,7 @@ def test_values_and_advantages_are_those_of_a_plain_pass(budget: int) -> None:
     assert sum(bool(rollout.inputs) for rollout in rollouts) == len(rollouts) - 1 and max(returns) > min(returns)
 
 
-@pytest.mark.parametrize("budget", [10**6, 30])
-def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_state(budget: int, tmp_path: Path) -> None:
+def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_state(tmp_path: Path) -> None:
     """Against a plain forward pass over the tokens of the episode and of the next state.
 
     The episodes are read from a file, as in a resumed asynchronous run.
@@ -70,7 +68,7 @@ def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_state(bu
     groups = read_rollouts(tmp_path, 0)
     rollouts = [r for group in groups for r in group.rollouts]
     for bootstrap in (True, False):
-        own = critic(budget, bootstrap=bootstrap, normalise=False, gamma=0.9, gae_lambda=0.8)
+        own = critic(30, bootstrap=bootstrap, normalise=False, gamma=0.9, gae_lambda=0.8)
         credit(own, groups)
         for index, rollout in enumerate(rollouts):
             after = 0.0
@@ -111,14 +109,13 @@ def test_advantages_are_whitened_over_tokens() -> None:
     assert float(every.mean()) == pytest.approx(0, abs=1e-6) and float(every.std()) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("reward", [0.7, 1 / 3])
-def test_whitened_advantages_are_exactly_zero_where_all_are_equal(reward: float) -> None:
+def test_whitened_advantages_are_exactly_zero_where_all_are_equal() -> None:
     """As in the first step of a run, when all values are 0, if all answers get the same reward."""
     own, groups = critic(gae_lambda=1.0), make_groups(tiny_decoder())
     torch.nn.init.zeros_(own.model.head.weight)
     torch.nn.init.zeros_(own.model.head.bias)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        rollout.reward = reward
+        rollout.reward = 1 / 3
     credit(own, groups)
     assert not any(value for g in groups for r in g.rollouts for value in r.token_advantages or ())
 
@@ -170,12 +167,11 @@ def test_out_of_memory_halves_the_critics_token_budget() -> None:
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-12) and (found[0][1] - found[1][1]).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("budget", [10**6, 30])
-def test_a_shared_trunk_gets_the_gradients_of_both_losses(budget: int) -> None:
+def test_a_shared_trunk_gets_the_gradients_of_both_losses() -> None:
     """Gradients of policy and head against a plain pass over single answers, with some values clipped."""
     policy, algo = tiny_decoder(), make_algorithm("ppo", updates=1)
     own = critic(policy=policy, clip=0.1, coef=0.7)
-    updater = Updater(policy, make_adamw(policy, 1e-2), critic=own, token_budget=budget)
+    updater = Updater(policy, make_adamw(policy, 1e-2), critic=own, token_budget=30)
     groups = make_groups(policy)
     groups[1].rollouts[0].masked = True
     algo.credit(groups, Scorers(values=own.values))
@@ -188,12 +184,9 @@ def test_a_shared_trunk_gets_the_gradients_of_both_losses(budget: int) -> None:
     losses = plain_losses(own, [r for group in groups for r in group.rollouts if not r.masked])
     sum(losses.values()).backward()  # type: ignore[union-attr]
     assert (found - both_gradients(own)).abs().max() < 1e-10
-    assert float(sums.losses["loss/total"]) == pytest.approx(
-        sum(float(value.detach()) for value in losses.values()), abs=1e-12
-    )
-    assert all(
-        float(sums.losses[key]) == pytest.approx(float(value.detach()), abs=1e-12) for key, value in losses.items()
-    )
+    losses["loss/total"] = losses["loss/policy"] + losses["loss/value"]
+    for key, value in losses.items():
+        assert float(sums.losses[key]) == pytest.approx(float(value.detach()), abs=1e-12)
 
 
 def both_gradients(own: Critic) -> Tensor:

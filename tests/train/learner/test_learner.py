@@ -68,14 +68,6 @@ def entropy_coef(learner: Learner, groups: list[Group], state: RunState) -> floa
     return learner.algo.end_step(state.step, groups, metrics)["policy/entropy_coef"]
 
 
-@pytest.mark.parametrize(("target", "coefs"), [(99.0, [0.01, 0.015, 0.02]), (1e-6, [0.01, 0.0, 0.0])])
-def test_the_entropy_coefficient_grows_below_the_target_and_is_0_above_it(target: float, coefs: list[float]) -> None:
-    learner, state = make_learner(entropy_coef=0.01, entropy_target=target, entropy_delta=0.005), RunState()
-    groups = make_groups(learner.policy)
-    learner.credit(groups)
-    assert [entropy_coef(learner, groups, state) for _ in range(3)] == pytest.approx(coefs)
-
-
 def test_a_learner_with_the_saved_state_continues_with_the_same_coefficient() -> None:
     settings = {"entropy_coef": 0.01, "entropy_target": 99.0}
     learner, state = make_learner(**settings), RunState()

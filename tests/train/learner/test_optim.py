@@ -37,7 +37,7 @@ def test_warmup_longer_than_the_run_is_allowed() -> None:
     assert 0 <= lr_factor("cosine", 0, 0) <= 1
 
 
-@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e3])
+@pytest.mark.parametrize("max_norm", [1.0, 1e3])
 def test_clipping_equals_that_of_torch(max_norm: float) -> None:
     ours, theirs = tiny_decoder(), tiny_decoder()
     for model in (ours, theirs):

@@ -15,19 +15,20 @@ def row(length: int, mark: float = 0.0) -> Row:
     return Row([1] * length, [0, *[1] * (length - 1)], [0.0] * length, mark, 1.0)
 
 
-@pytest.mark.parametrize("token_budget", [1, 5, 10, 23, 1000])
+@pytest.mark.parametrize("token_budget", [1, 10, 1000])
 def test_micro_batches_keep_the_token_budget_and_contain_every_row_once(token_budget: int) -> None:
     draw = random.Random(token_budget)
     rows = [row(draw.randint(2, 14), mark) for mark in range(40)]
     parts = list(split_rows(rows, token_budget))
+    assert list(split_rows([], token_budget)) == []
     assert sorted(r.advantage for part in parts for r in part) == list(range(40))
     assert all(len(part) == 1 or sum(len(r.ids) for r in part) <= token_budget for part in parts)
     for part, following in pairwise(parts):  # no part could have taken the next row as well
         assert sum(len(r.ids) for r in part) + len(following[0].ids) > token_budget
 
 
-@pytest.mark.parametrize("token_budget", [1, 20, 50, 1000])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("token_budget", [1, 20, 1000])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_get_every_row_once_and_equally_many_balanced_micro_batches(ranks: int, token_budget: int) -> None:
     draw = random.Random(token_budget)
     rows = [row(draw.randint(2, 14), mark) for mark in range(1, 41)]
@@ -73,10 +74,6 @@ def test_ranks_keep_answers_to_a_prompt_together() -> None:
     for rank in range(2):
         (part,) = partition_rows(rows, 2, rank, 10_000, share_prefixes=True)
         assert sum(1 for shared in pack(part, "cpu").shared if not shared) <= 5
-
-
-def test_no_rows_make_no_micro_batches() -> None:
-    assert list(split_rows([], 10)) == []
 
 
 def test_packed_inputs_are_aligned_with_the_trained_tokens() -> None:

@@ -81,21 +81,18 @@ def test_progress_counts_the_tokens_of_micro_batches() -> None:
     assert len(done) > 2 and done == sorted(done) and done[0] == 0 and totals == {done[-1]}
 
 
+def test_metrics_do_not_depend_on_micro_batches() -> None:
+    algo = algorithm("grpo with everything")
+    groups = credited(algo)
+    whole, parts = (updater(algo, token_budget=budget).update(groups, algo, 1e-3) for budget in (10**6, 15))
+    assert whole == pytest.approx(parts, abs=1e-12)
+    assert 0 < whole["policy/clip_fraction"] < 1  # or the test would not see the clipped branch
+
+
 def replace_rollouts(group: Group, seed: int) -> Group:
     rollouts = list(group.rollouts)
     random.Random(seed).shuffle(rollouts)
     return replace(group, rollouts=rollouts)
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo", "grpo with everything"])
-def test_metrics_do_not_depend_on_micro_batches(name: str) -> None:
-    algo = algorithm(name)
-    groups = credited(algo)
-    whole = updater(algo, token_budget=10**6).update(groups, algo, 1e-3)
-    parts = updater(algo, token_budget=15).update(groups, algo, 1e-3)
-    assert whole.keys() == parts.keys()
-    assert all(whole[key] == pytest.approx(parts[key], abs=1e-12) for key in whole)
-    assert 0 < whole["policy/clip_fraction"] < 1  # or the test would not see the clipped branch
 
 
 def plain_loss(every: list[Tensor], groups: Sequence[Group], ref: list[Tensor] | None, algo: Algorithm) -> Tensor:
@@ -125,30 +122,6 @@ def plain_loss(every: list[Tensor], groups: Sequence[Group], ref: list[Tensor] |
 def each_alone(model: Decoder, groups: Sequence[Group]) -> list[Tensor]:
     sequences = [torch.tensor(r.token_ids) for group in groups for r in group.rollouts]
     return [torch.log_softmax(model.unembed(model.hidden(ids, [len(ids)])), -1) for ids in sequences]
-
-
-@pytest.mark.parametrize("name", ["gspo", "gspo, recomputed"])
-def test_the_update_equals_a_plain_gspo_on_single_sequences(name: str) -> None:
-    """One ratio per answer; with recomputed log-probabilities it is 1."""
-    recomputed = name != "gspo"
-    algo = make_algorithm("gspo", clip_low=0.05, clip_high=0.05, recompute_logprobs=recomputed, updates=1)
-    groups = credited(algo, seed=5)
-    trained = updater(algo, token_budget=50)
-    sums = trained._accumulate(rows_of(groups, algo), algo)
-    model = tiny_decoder()
-    every, answers = iter(each_alone(model, groups)), []
-    for rollout in (r for group in groups for r in group.rollouts):
-        row = next(every)
-        positions = [position for position, mask in enumerate(rollout.loss_mask) if mask]
-        logprobs = torch.stack([row[position - 1][rollout.token_ids[position]] for position in positions])
-        sampled = torch.tensor([rollout.engine_logprobs[position] for position in positions], dtype=torch.float64)
-        ratio = torch.exp((logprobs - (logprobs.detach() if recomputed else sampled)).mean())
-        advantage = rollout.advantage
-        answers.append(-torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage))
-    loss = torch.stack(answers).mean()
-    loss.backward()
-    assert float(sums.losses["loss/total"]) == pytest.approx(loss.item(), abs=1e-12)
-    assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
 
 
 def test_a_sequence_level_loss_sees_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,39 +157,12 @@ def test_ratios_use_the_trainers_logprobs_before_its_first_update() -> None:
     assert once["mismatch/weight"] == pytest.approx(found["mismatch/weight"], abs=1e-12)
 
 
-def test_reward_kl_is_subtracted_token_by_token() -> None:
-    algo = make_algorithm("reinforce_pp", reward_kl_coef=0.3)
-    groups = credited(algo)
-    trained = updater(algo, token_budget=30)
-    rows = rows_of(groups, algo)
-    returns: list[float] = []
-    for rollout in (r for group in groups for r in group.rollouts):
-        ref = full_logprobs(trained.reference, rollout.token_ids)
-        positions = [position for position, mask in enumerate(rollout.loss_mask) if mask]
-        kl = [
-            rollout.engine_logprobs[position] - float(ref[position - 1, rollout.token_ids[position]])
-            for position in positions
-        ]
-        assert rollout.verdict is not None
-        returns += [rollout.verdict.reward - 0.3 * sum(kl[t:]) for t in range(len(kl))]
-    mean = sum(returns) / len(returns)
-    std = (sum((r - mean) ** 2 for r in returns) / (len(returns) - 1)) ** 0.5
-    found = [advantage for row in rows for advantage in row.advantages or []]
-    assert found == pytest.approx([(r - mean) / (std + 1e-4) for r in returns], abs=1e-9)
-    metrics = trained.update(groups, algo, 1e-3)
-    assert "loss/kl" not in metrics and metrics["optim/grad_norm"] > 0
+GRPO = make_algorithm("grpo")
 
 
-GRPO = {
-    "plain": make_algorithm("grpo"),
-    "kl": make_algorithm("grpo", kl_coef=0.2),
-    "entropy": make_algorithm("grpo", entropy_coef=0.1),
-}
-
-
-@pytest.mark.parametrize("name", GRPO)
-def test_the_update_equals_a_plain_grpo_on_single_sequences(name: str) -> None:
-    algo = GRPO[name]
+@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.2}, {"entropy_coef": 0.1}])
+def test_the_update_equals_a_plain_grpo_on_single_sequences(changes: dict[str, float]) -> None:
+    algo = make_algorithm("grpo", **changes)
     groups = credited(algo, seed=5)
     trained = updater(algo, token_budget=50)
     sums = trained._accumulate(rows_of(groups, algo), algo)
@@ -230,33 +176,7 @@ def test_the_update_equals_a_plain_grpo_on_single_sequences(name: str) -> None:
     assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
 
 
-def test_the_update_equals_a_plain_grpo_on_a_padded_batch_of_transformers() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from assay.models.spec import spec_to_hf
-
-    algo = GRPO["plain"]
-    groups = credited(algo, seed=6)
-    trained = updater(algo, token_budget=50)
-    sums = trained._accumulate(rows_of(groups, algo), algo)
-    values = spec_to_hf(SPEC)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    hf = AutoModelForCausalLM.from_config(config).double()
-    hf.load_state_dict(tiny_decoder().state_dict(), strict=False)
-    sequences = [torch.tensor(r.token_ids) for group in groups for r in group.rollouts]
-    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
-    logits = hf(input_ids=ids, attention_mask=mask).logits.double()
-    loss = plain_loss(list(torch.log_softmax(logits, -1)), groups, None, algo)
-    loss.backward()
-    theirs = {name: p.grad for name, p in hf.named_parameters()}
-    assert float(sums.losses["loss/total"]) == pytest.approx(loss.item(), abs=1e-6)  # its norms round to float32
-    for name, parameter in trained.policy.named_parameters():
-        assert theirs[name] is not None and parameter.grad is not None
-        assert (parameter.grad - theirs[name]).abs().max() < 1e-6, name
-
-
-@pytest.mark.parametrize("name", ["reinforce", "grpo", "dr_grpo", "dapo", "simple"])
+@pytest.mark.parametrize("name", ["reinforce", "dr_grpo", "dapo"])
 def test_skipping_answers_with_advantage_0_does_not_change_the_gradient(name: str) -> None:
     """Against a brute-force sum over all tokens of all answers, with the weights of the whole batch."""
     algo = algorithm(name)
@@ -324,17 +244,6 @@ def test_masked_answers_have_no_gradient_but_count_in_the_baseline() -> None:
     assert all(row.weight == pytest.approx(1 / (count * LIMIT)) for row in rows)
 
 
-def test_updates_times_passes_is_the_number_of_optimizer_steps() -> None:
-    algo = make_algorithm("grpo", updates=2)
-    groups = credited(algo)
-    together = updater(algo)
-    together.update(groups, algo, 1e-3, passes=2)
-    by_hand = updater(algo)
-    for part in (groups[:2], groups[2:], groups[:2], groups[2:]):
-        by_hand.step(rows_of(part, algo), algo, 1e-3)
-    assert torch.equal(weights_of(together.policy), weights_of(by_hand.policy))
-
-
 def test_mini_batches_cover_every_group_exactly_once() -> None:
     """Brute force over batch and mini-batch sizes: order kept, none too large, sizes within one of each other."""
     for count in range(1, 26):
@@ -361,18 +270,17 @@ class Recorder(torch.optim.SGD):
         self.gradients.append(gradients_of(self.policy))
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_each_mini_batch_has_the_gradient_of_a_plain_loss_over_its_groups(passes: int) -> None:
+def test_each_mini_batch_has_the_gradient_of_a_plain_loss_over_its_groups() -> None:
     algo = make_algorithm("grpo", minibatch_size=2, kl_coef=0.3, entropy_coef=0.02)
     groups = make_groups(tiny_decoder(), groups=5)  # mini-batches of 1, 2 and 2 groups
     algo.credit(groups)
     trained = updater(algo, max_grad_norm=0.0)
     assert isinstance(trained.policy, Decoder)
     trained.optimizer = recorder = Recorder(trained.policy)
-    trained.update(groups, algo, 1e-2, passes=passes)
-    assert len(recorder.gradients) == 3 * passes
+    trained.update(groups, algo, 1e-2, passes=2)
+    assert len(recorder.gradients) == 6
     assert trained.reference is not None
-    for found, part in zip(recorder.gradients, [groups[:1], groups[1:3], groups[3:]] * passes, strict=True):
+    for found, part in zip(recorder.gradients, [groups[:1], groups[1:3], groups[3:]] * 2, strict=True):
         model = tiny_decoder()
         ref = [full_logprobs(trained.reference, r.token_ids) for group in part for r in group.rollouts]
         plain_loss(each_alone(model, part), part, ref, algo).backward()
@@ -386,14 +294,6 @@ def test_mini_batches_contain_fresh_and_replayed_groups_evenly() -> None:
     assert [sum(any(group is new for new in fresh) for group in part) for part in parts] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("updates", [3, 9])
-def test_more_updates_than_groups_are_limited_to_the_groups(updates: int) -> None:
-    algo = make_algorithm("grpo", updates=updates)
-    groups = credited(algo)
-    found = updater(algo).update(groups, algo, 1e-3)
-    assert found["optim/grad_norm"] > 0
-
-
 def test_a_batch_without_advantages_changes_neither_weights_nor_optimizer_state() -> None:
     algo = make_algorithm("grpo", updates=2)
     trained = updater(algo)
@@ -404,31 +304,11 @@ def test_a_batch_without_advantages_changes_neither_weights_nor_optimizer_state(
     assert torch.equal(before, weights_of(trained.policy)) and not trained.optimizer.state
 
 
-EQUAL_REWARDS = [  # each recipe with one reward and one optimizer; all combinations are slow
-    ("grpo", 0.7, "adamw"),
-    ("dr_grpo", 1 / 3, "muon"),
-    ("rloo", 1.0, "adamw"),
-    ("reinforce", 0.7, "muon"),
-    ("reinforce_pp", 1 / 3, "adamw"),
-    ("gpg", 1.0, "muon"),
-    ("bnpo", 1 / 3, "adamw"),
-]
-
-
-@pytest.mark.parametrize(("recipe", "reward", "optimizer"), EQUAL_REWARDS)
+@pytest.mark.parametrize(
+    ("recipe", "reward", "optimizer"),
+    [("grpo", 0.7, "adamw"), ("dr_grpo", 1 / 3, "muon"), ("reinforce_pp", 1 / 3, "adamw")],
+)
 def test_equal_rewards_make_no_step_in_spite_of_momentum(recipe: str, reward: float, optimizer: Any) -> None:
-    check_equal_rewards(recipe, reward, optimizer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("reward", [0.7, 1 / 3, 1.0])
-@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "gpg", "bnpo"])
-def test_any_equal_rewards_make_no_step_in_spite_of_momentum(recipe: str, reward: float, optimizer: Any) -> None:
-    check_equal_rewards(recipe, reward, optimizer)
-
-
-def check_equal_rewards(recipe: str, reward: float, optimizer: Any) -> None:
     """Without an entropy target such answers are skipped; with one they are computed, and have a gradient of 0."""
     for target in (None, 0.1):
         algo = make_algorithm(recipe, max_new_tokens=LIMIT, entropy_target=target)
@@ -471,7 +351,7 @@ def with_room(room: int, error: type[RuntimeError], token_budget: int) -> Update
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_out_of_memory_halves_the_token_budget_and_keeps_the_result(error: type[RuntimeError]) -> None:
-    algo = GRPO["plain"]
+    algo = GRPO
     groups = credited(algo)
     rows = rows_of(groups, algo)
     longest, total = max(len(row.ids) for row in rows), sum(len(row.ids) for row in rows)
@@ -492,7 +372,7 @@ def test_out_of_memory_halves_the_token_budget_and_keeps_the_result(error: type[
 
 
 def test_out_of_memory_in_scores_halves_the_token_budget() -> None:
-    algo = GRPO["plain"]
+    algo = GRPO
     rows = rows_of(credited(algo), algo)
     small = with_room(max(len(row.ids) for row in rows) + 5, torch.OutOfMemoryError, token_budget=4096)
     with pytest.warns(UserWarning, match="out of memory: continuing"):
@@ -503,7 +383,7 @@ def test_out_of_memory_in_scores_halves_the_token_budget() -> None:
 
 
 def test_a_single_sequence_that_does_not_fit_is_an_error() -> None:
-    algo = GRPO["plain"]
+    algo = GRPO
     rows = rows_of(credited(algo), algo)
     longest = max(len(row.ids) for row in rows)
     small = with_room(longest - 1, torch.OutOfMemoryError, token_budget=4096)
@@ -512,7 +392,7 @@ def test_a_single_sequence_that_does_not_fit_is_an_error() -> None:
 
 
 def test_other_runtime_errors_are_raised() -> None:
-    algo = GRPO["plain"]
+    algo = GRPO
     rows = rows_of(credited(algo), algo)
     broken = updater(algo)
     broken.policy.hidden = lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))  # type: ignore[method-assign]
@@ -521,15 +401,14 @@ def test_other_runtime_errors_are_raised() -> None:
     assert broken.token_budget == Updater(broken.policy, broken.optimizer).token_budget
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_skipped_with_a_warning(value: float) -> None:
+def test_a_gradient_that_is_not_finite_is_skipped_with_a_warning() -> None:
     algo = algorithm("reinforce")
     groups = credited(algo)
     trained = updater(algo)
     trained.update(groups, algo, 1e-2)
     before = weights_of(trained.policy)
     moments = [state["exp_avg"].clone() for state in trained.optimizer.state.values()]
-    groups[0].rollouts[0].advantage = value
+    groups[0].rollouts[0].advantage = float("nan")
     with pytest.warns(UserWarning, match="not finite"):
         assert trained.update(groups, algo, 1e-2)["optim/skipped"] == 1.0
     assert torch.equal(before, weights_of(trained.policy))
@@ -541,7 +420,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_with_a_warning(value: float) -
 
 
 def test_bfloat16_computes_in_half_precision_but_keeps_full_weights() -> None:
-    algo = GRPO["plain"]
+    algo = GRPO
     policy = tiny_decoder(dtype=torch.float32)
     trained = Updater(policy, make_adamw(policy, 1e-2), dtype=torch.bfloat16)
     groups = credited(algo)
