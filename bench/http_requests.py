@@ -2,7 +2,7 @@
 
     python bench/http_requests.py --json bench/results/http-requests-cpu.json
 
-256 requests run at a time; a process of its own answers each of them at once. See `assay.endpoint.SpreadTransport`.
+256 requests run at a time; a process of its own answers each of them at once. See `assay.system.openai_client.SpreadTransport`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from assay import endpoint
 from assay.bench.results import describe_machine, describe_versions, write
+from assay.system import openai_client
 
 CONCURRENT, REQUESTS, REPEATS = 256, 2048, 3
 POOLS = (1, 16, 32, 64)
@@ -49,10 +49,10 @@ asyncio.run(main())
 async def send_all(url: str) -> tuple[float, float]:
     """CPU and wall time of all requests, in seconds."""
     slots = asyncio.Semaphore(CONCURRENT)
-    async with endpoint.new_client(url, "") as client:
+    async with openai_client.new_client(url, "") as client:
 
         async def send(number: int) -> None:
-            async with slots, endpoint.opened(client, "POST", "/generate", {"prompt": [number] * 64}) as response:
+            async with slots, openai_client.opened(client, "POST", "/generate", {"prompt": [number] * 64}) as response:
                 assert await response.aread() == b"{}"
 
         cpu, wall = time.process_time(), time.perf_counter()
@@ -61,7 +61,7 @@ async def send_all(url: str) -> tuple[float, float]:
 
 
 def measure(url: str, pools: int) -> dict[str, Any]:
-    endpoint.POOLS = pools
+    openai_client.POOLS = pools
     runs = [asyncio.run(send_all(url)) for _ in range(REPEATS)]
     cpu, wall = (median(values) for values in zip(*runs, strict=True))
     return {"pools": pools, "cpu_ms_per_request": round(1000 * cpu / REQUESTS, 3), "wall_s": round(wall, 3)}

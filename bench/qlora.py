@@ -33,7 +33,7 @@ from assay.models.decoder import rope_tables
 from assay.models.device import pick_device
 from assay.models.lora import ALL, targeted
 from assay.models.quantize import NF4Linear, quantize
-from assay.train.progress import RunState
+from assay.training.progress import RunState
 
 SEVEN = replace(  # Qwen2.5 7B
     SHAPES["1.5b"](),

@@ -3,7 +3,7 @@
     python bench/sync.py configs/demo.toml --engines native assay --json bench/results/sync-cpu.json
 
 Trains the config with its own engine. Besides, there is one more engine per name in --engines and dtype in --dtypes.
-After each step it gets the weights with one defect after the other (tests/broken_sync.py), and without a defect, and
+After each step it gets the weights with one defect after the other (tests/helpers/broken_sync.py), and without a defect, and
 each time it is verified by fingerprint and by probe. The engines assay, vllm and sglang are real servers; vllm needs
 --vllm.python, and sglang --sglang.python. The engine hf serves other models than the config's: without --model, a
 random GPT-2 is trained. With --lora.rank, one defect is that adapters are not merged.
@@ -37,13 +37,13 @@ from broken_sync import KINDS, BrokenWeights  # noqa: E402
 from small_run import gpt2_folder  # noqa: E402
 
 from assay.bench.results import describe_machine, describe_versions  # noqa: E402
+from assay.build.run import new_run  # noqa: E402
 from assay.config import TrainConfig  # noqa: E402
 from assay.config.settings import load_settings, parse_overrides  # noqa: E402
 from assay.engine import Engine, make_engine  # noqa: E402
 from assay.runs.console import Console  # noqa: E402
-from assay.train.build import new_run  # noqa: E402
-from assay.train.run import TrainingRun  # noqa: E402
-from assay.train.sync import PROBE_PROMPTS, SyncError, WeightSync, probe_sequences  # noqa: E402
+from assay.training.run import TrainingRun  # noqa: E402
+from assay.training.sync import PROBE_PROMPTS, SyncError, WeightSync, probe_sequences  # noqa: E402
 
 HEALTHY = "none"
 METHODS = ("fingerprint", "probe")

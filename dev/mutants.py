@@ -39,7 +39,7 @@ from count_lines import code_lines
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 AREAS = {  # files of the source, and their tests
     "algos": ("assay/algos", ["algos"]),
-    "learner": ("assay/train/learner", ["train/learner"]),
+    "learner": ("assay/training/learner", ["train/learner"]),
     "scheduler": (
         "assay/engine/native/scheduler.py",
         ["engine/native/test_scheduler.py"]
@@ -50,7 +50,7 @@ AREAS = {  # files of the source, and their tests
 MARKERS = "not slow and not gpu and not peer and not slurm and not vllm and not sglang"
 PRELOADED = ("torch", "pydantic", "httpx", "hypothesis.strategies", "pytest", "sympy", "math_verify")
 PRELOADED += tuple(f"transformers.models.{name}" for name in ("gpt2.modeling_gpt2", "qwen2.modeling_qwen2", "auto"))
-PRELOADED += ("assay.config", "assay.process", "assay.models", "assay.text")  # which import none of the areas
+PRELOADED += ("assay.config", "assay.system", "assay.models", "assay.text")  # which import none of the areas
 COMPARISONS = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},

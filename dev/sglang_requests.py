@@ -1,6 +1,6 @@
 """Extract from SGLang's source what its servers accept, for the stand-in server of the tests.
 
-    python dev/sglang_requests.py SITE_PACKAGES > tests/engine/remote/sglang_requests.json
+    python dev/sglang_requests.py SITE_PACKAGES > tests/helpers/sglang_requests.json
 
 SITE_PACKAGES contains the package sglang, which is not imported. The result has, for each endpoint, the fields of its
 request class with their types; besides, the sampling parameters, the modules that serialized tensors may name, and the

@@ -15,8 +15,8 @@ from small_run import SmallRuns
 
 from assay.api import Trainer
 from assay.runs import read_rollouts
-from assay.train import run, sources
-from assay.train.sources import mixed
+from assay.training import run, sources
+from assay.training.sources import mixed
 from assay.types import Group, UserError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, main, parse
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
-from assay.train import run as train_run
+from assay.training import run as train_run
 from assay.types import UserError
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]

@@ -19,7 +19,7 @@ from stub_endpoint import StubEndpoint, stub_endpoint
 
 from assay.cli.main import main
 from assay.runs.rollouts import read_rollouts
-from assay.train import run as train_run
+from assay.training import run as train_run
 
 SMALL = 'model = {source = "preset:nano", tokenizer = "characters"}\nsampling.max_new_tokens = 8\n'
 ONE_STEP = ["--train.steps", "1", "--train.prompts", "2", "--train.samples", "2", "--eval.final_examples", "2"]

@@ -19,7 +19,7 @@ from small_run import CONFIG, SmallRuns
 from assay.cli.main import main
 from assay.runs.directory import read_metrics
 from assay.runs.rollouts import read_rollouts
-from assay.train import run as train_run
+from assay.training import run as train_run
 from assay.types import Rollout
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()

@@ -123,7 +123,7 @@ def test_only_the_command_line_imports_the_training_loop_and_itself() -> None:
             continue
         for name in imports(file):
             assert not name.startswith("assay.cli"), file
-            assert not name.startswith("assay.train.loop"), file
+            assert not name.startswith("assay.training.loop"), file
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])

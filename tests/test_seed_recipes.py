@@ -12,13 +12,13 @@ import torch
 from stub_endpoint import stub_endpoint
 
 from assay.algos import LossBatch
+from assay.build.components import build_algorithm, build_problems, build_renderer
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.tasks import make_task
 from assay.tasks.judging import build_judge
 from assay.text import char_tokenizer
-from assay.train.components import build_algorithm, build_problems, build_renderer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent

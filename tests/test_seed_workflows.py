@@ -27,7 +27,7 @@ from assay.models import build_preset, save_model
 from assay.rewards.expressions import calculate
 from assay.runs.rollouts import read_lines, read_rollouts
 from assay.text import char_tokenizer
-from assay.train.sources import ReplayBuffer
+from assay.training.sources import ReplayBuffer
 from assay.types import Rollout
 
 pytestmark = pytest.mark.slow  # test_docs.py parses the commands, without running them

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from assay.build.trust import guard_run
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.envs.base import StepLimit, is_message
@@ -23,12 +24,11 @@ from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.resolve import find_run
-from assay.train.trust import guard_run
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 if TYPE_CHECKING:  # torch is imported when a run is built
-    from assay.train.run import TrainingRun
-    from assay.train.sources import ReplayBuffer
+    from assay.training.run import TrainingRun
+    from assay.training.sources import ReplayBuffer
 
 __all__ = ["Policy", "ReplayBuffer", "Trainer"]
 
@@ -113,7 +113,7 @@ class Trainer(ABC):
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("a custom loop runs in one process: start it without torchrun, or use assay train")
-        from assay.train.build import new_run
+        from assay.build.run import new_run
 
         console = Console(quiet=quiet)
         if resume is None:
@@ -130,8 +130,8 @@ class Trainer(ABC):
 
     def _buffer(self) -> ReplayBuffer:
         """The replay buffer of the run, which checkpoints contain. It is created even if the settings do not use it."""
-        from assay.train import checkpoint
-        from assay.train.build import inherit_replay
+        from assay.build.run import inherit_replay
+        from assay.training import checkpoint
 
         training, path = self.training, self.training.directory.path
         if training.replay.buffer is None:
@@ -221,7 +221,7 @@ class Trainer(ABC):
 
     def learn(self, groups: list[Group]) -> dict[str, float]:
         """Train one step on groups with advantages, new or replayed, and copy the new weights to the engine."""
-        from assay.train.sources import version_of
+        from assay.training.sources import version_of
 
         if any(version_of(group) != self.step for group in groups):  # or of another run, whatever its number
             self.training.learner.algo.check_replay()
@@ -230,7 +230,7 @@ class Trainer(ABC):
 
     def record(self, groups: list[Group], metrics: Mapping[str, float]) -> None:
         """End a step that sampled these groups: write files and metrics; evaluate and save when due."""
-        from assay.train.sources import SampledGroups
+        from assay.training.sources import SampledGroups
 
         sampled, self._dropped = SampledGroups(groups, self._dropped), []
         if not sampled.all_groups:
@@ -247,7 +247,7 @@ def resumed(run: str | Path, settings: Mapping[str, Any], console: Console, trus
     untrusted = guard_run(cfg, path, trust=trust, allow="trust=True")
     if untrusted is not None:
         untrusted.check_settings()
-    from assay.train.build import resume_run
+    from assay.build.run import resume_run
 
     return resume_run(cfg, Run.open(path, write=True), console)
 
@@ -267,7 +267,7 @@ def as_prompt(state: PromptLike) -> Prompt:
 
 def __getattr__(name: str) -> Any:
     if name == "ReplayBuffer":
-        from assay.train.sources import ReplayBuffer
+        from assay.training.sources import ReplayBuffer
 
         return ReplayBuffer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

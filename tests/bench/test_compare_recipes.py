@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from small_run import SmallRuns
 
 from assay.cli.main import main, run_command
-from assay.train import run as train_run
+from assay.training import run as train_run
 
 WORDS = ("--sft.steps", 3, "--sft.batch", 4, "--eval.every", 1, "--train.budget", 27, "--algo.kl_coef", 0.5)
 

@@ -24,8 +24,8 @@ from assay.bench.step import (
 )
 from assay.bench.workload import Workload
 from assay.rewards import JudgePool
-from assay.train.learner.pack import rows_of
-from assay.train.learner.update import Updater
+from assay.training.learner.pack import rows_of
+from assay.training.learner.update import Updater
 from assay.types import UserError
 
 TINY = Workload(shape="tiny", prompts=2, samples=3, prompt_tokens=9, new=8)

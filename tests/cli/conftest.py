@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from assay.train import run as train_run
+from assay.training import run as train_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 

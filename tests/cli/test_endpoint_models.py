@@ -13,8 +13,8 @@ from serve_parts import NAME, command, save_folder, tiny_model
 from small_run import SmallRuns
 from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 
-from assay import endpoint as client_module
 from assay.cli.main import main
+from assay.system import openai_client as client_module
 
 SECRET = "sk-this-is-secret-0123456789"
 

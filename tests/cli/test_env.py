@@ -62,7 +62,7 @@ def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_play_an_async_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed(monkeypatch, ["wrong", "gold"])
-    assert main(["env", "play", f"{ROOT}/tests/envs/sample_env.py:AsyncEnv", "--seed", "1"]) == 0
+    assert main(["env", "play", f"{ROOT}/tests/helpers/sample_env.py:AsyncEnv", "--seed", "1"]) == 0
     assert "[reward 1]\n--- return: 1 of 1" in capsys.readouterr().out
 
 

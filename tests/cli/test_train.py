@@ -18,7 +18,7 @@ from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
-from assay.train.sources import OnPolicySource
+from assay.training.sources import OnPolicySource
 
 TASK_FILE = '''
 """A task of one's own: is the number even?"""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from assay.build.components import build_algorithm
 from assay.config import AlgoConfig, TrainConfig
 from assay.config.settings import RENAMED, keys, load_settings, parse_overrides, to_toml
-from assay.train.components import build_algorithm
 from assay.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

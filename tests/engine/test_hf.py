@@ -9,7 +9,7 @@ from engine_parts import assert_same_tokens, greedy_by_transformers, random_prom
 from native_parts import Consumer, Weights, assert_same_draws, assert_same_groups, assert_scores, served, words
 
 from assay.engine import HFEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.rows import LOG_STEPS
+from assay.engine.running_batch import LOG_STEPS
 from assay.models.base import fingerprint
 from assay.models.fallback import HFModel
 from assay.types import Finish, UserError

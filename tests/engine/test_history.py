@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.outputs import HISTORY_STEPS, History, rows_of
-from assay.engine.rows import StepOutput
+from assay.engine.completions import HISTORY_STEPS, History, rows_of
+from assay.engine.running_batch import StepOutput
 from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
 
 

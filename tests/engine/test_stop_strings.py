@@ -12,7 +12,7 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel
 
 from assay.engine.base import Decode
-from assay.engine.outputs import BROKEN, TABLES, StopStrings, added_by, completes_stop, may_complete
+from assay.engine.completions import BROKEN, TABLES, StopStrings, added_by, completes_stop, may_complete
 
 PIECES = ["", "a", "b", "ab", "ba\n", "</", "x>", "é", "", "bbbb"]
 

@@ -11,8 +11,8 @@ from envs.sample_env import build
 from assay.envs import make_env
 from assay.envs.base import SEED
 from assay.envs.builtin import check_equations, recompute_calls
-from assay.envs.check import check_env, play
 from assay.tasks import make_task
+from assay.testing.env import check_env, play
 from assay.types import Status, UserError
 
 

@@ -11,11 +11,11 @@ import pytest
 from envs.sample_env import ValidEnv, build
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
-from assay.awaiting import resolve
 from assay.envs import make_env
-from assay.envs.check import check_env
 from assay.envs.registry import to_gymnasium
+from assay.system.awaiting import resolve
 from assay.tasks import make_task
+from assay.testing.env import check_env
 from assay.types import UserError
 
 

@@ -2,7 +2,7 @@
 
 ASSAY_SGLANG_PYTHON: interpreter of an environment with SGLang; default: .venv-sglang/bin/python.
 ASSAY_SGLANG_ARGS: more arguments of the server, such as "--attention-backend triton".
-ASSAY_SMOLLM2: see tests/real_server.py.
+ASSAY_SMOLLM2: see tests/helpers/real_server.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from real_server import CUDA, DEVICE, DTYPE, ROOT  # noqa: E402
 
 from assay.config import SGLangConfig  # noqa: E402
 from assay.engine import make_engine  # noqa: E402
-from assay.engine.remote.sglang.engine import SGLangEngine  # noqa: E402
+from assay.integrations.sglang.engine import SGLangEngine  # noqa: E402
 from assay.models import load_model  # noqa: E402
 from assay.text import Tokenizer  # noqa: E402
 

@@ -1,7 +1,7 @@
 """A real vLLM server for the tests of this folder.
 
 ASSAY_VLLM_PYTHON: interpreter of an environment with vLLM; default: .venv-vllm, which `make test-vllm` creates.
-ASSAY_SMOLLM2: see tests/real_server.py.
+ASSAY_SMOLLM2: see tests/helpers/real_server.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from real_server import CUDA, DEVICE, DTYPE, ROOT  # noqa: E402
 
 from assay.config import VLLMConfig  # noqa: E402
 from assay.engine import make_engine  # noqa: E402
-from assay.engine.remote.vllm.engine import VLLMEngine  # noqa: E402
+from assay.integrations.vllm.engine import VLLMEngine  # noqa: E402
 from assay.models import load_model  # noqa: E402
 from assay.text import Tokenizer  # noqa: E402
 

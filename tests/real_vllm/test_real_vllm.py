@@ -18,12 +18,12 @@ from sync_parts import LR, Learning
 
 from assay.config import ReferenceServerConfig
 from assay.engine.base import Request, SamplingParams
-from assay.engine.check import check_engine
 from assay.engine.client import generate
 from assay.engine.remote.scoring import ScoringClient
 from assay.engine.remote.transport import IpcTransport
-from assay.engine.remote.vllm.engine import VLLMEngine
+from assay.integrations.vllm.engine import VLLMEngine
 from assay.models import Decoder, Lora, fingerprint
+from assay.testing.engine import check_engine
 from assay.text import Tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from assay.process.runner import start_runner
 from assay.rewards import CodeJudge, JudgePool, RewardMix
 from assay.rewards.code import assemble, extract_program
+from assay.system.code_runner import start_runner
 from assay.types import Status, UserError, Verdict
 
 SQUARE = {"tests": ["assert f(2) == 4", {"call": "f(3)", "expected": 9}], "entry_points": ["f"]}
@@ -161,7 +161,7 @@ HOSTILE = {
     """,
     "patches the harness": """
         import sys
-        from assay.process import harness, plain, messages
+        from assay.system import harness, plain, messages
         plain.difference = lambda *a: ""
         harness.TestSession.run = lambda *a: {"kind": "report", "stage": "done", "passed": [True, True], "detail": ""}
         def f(x): return 5

@@ -14,9 +14,9 @@ import pytest
 from serve_parts import NAME, serving, tiny_model
 from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 
-from assay import endpoint as client_module
 from assay.config import JudgeConfig
 from assay.rewards.model_judge import ModelJudge, read_score, read_yes_no, tokens_of
+from assay.system import openai_client as client_module
 from assay.types import Prompt, Status, UserError
 
 PROMPT = Prompt("p", ({"role": "system", "content": "hidden"}, {"role": "user", "content": "Who wrote {gold}?"}), "Ann")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from process_tree import descendants, ended, gone
 
-from assay.process.messages import BadMessage
 from assay.rewards import CodeJudge, FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.pool import Item, parse_verdict
+from assay.system.pipe_messages import BadMessage
 from assay.types import Status, UserError, Verdict
 
 GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))

@@ -22,7 +22,7 @@ from assay.rollout import Collector, Limits
 from assay.rollout.episodes import check_history
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
-from assay.train.learner.pack import Row, pack
+from assay.training.learner.pack import Row, pack
 from assay.types import Finish, Group, Rollout, Status, UserError
 
 PARAMS = SamplingParams(n=3, temperature=1.0, max_new_tokens=40)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from assay.process.runner import start_runner
 from assay.rewards import CodeJudge
+from assay.system.code_runner import start_runner
 from assay.tasks import SPLITS, check_gold, make_task
 from assay.tasks.code import split_check
 from assay.types import Status, UserError

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from assay.envs import make_env
-from assay.envs.check import check_env
 from assay.rewards import JudgePool
 from assay.rewards.verifiers import dataset
 from assay.tasks import GSM8K, SPLITS, check_gold, make_task, overlap, sources
+from assay.testing.env import check_env
 from assay.types import Status, UserError
 
 ROW = {

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 import pytest
 
-from assay import memory
+from assay.system import memory
 from assay.tasks import make_task
 from assay.tasks.parquet import read_parquet
 from assay.tasks.sources import read_jsonl, read_rows

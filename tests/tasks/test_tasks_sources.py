@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from assay import memory
+from assay.system import memory
 from assay.tasks import make_task, sources
 from assay.tasks.sources import load_hub, read_jsonl, read_lines
 from assay.types import UserError

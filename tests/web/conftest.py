@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from assay.train import run as train_run
+from assay.training import run as train_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "train"))

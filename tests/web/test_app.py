@@ -13,8 +13,8 @@ import pytest
 import web_parts
 from starlette.testclient import TestClient
 
-from assay import listen
 from assay.runs import Run, write_rollouts
+from assay.system import http_server
 from assay.types import Group
 from assay.web.app import HEADERS, make_app, make_server
 from assay.web.library import Library
@@ -237,8 +237,8 @@ def test_hostile_rollouts_are_plain_json(tmp_path: Path) -> None:
 
 
 def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.2)
-    with listen.bind("127.0.0.1", 0, listen=True) as listener:
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
+    with http_server.bind("127.0.0.1", 0, listen=True) as listener:
         server = make_server(make_app(Library([]), TOKEN))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve_on(listener, lambda: None)))
         thread.start()

@@ -23,6 +23,7 @@ from assay.bench import RunProgress, judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
 from assay.bench.results import summarize
 from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings, updater_fields
+from assay.build import components
 from assay.config import TrainConfig
 from assay.engine import BaseEngine
 from assay.mesh import Mesh
@@ -32,15 +33,14 @@ from assay.rewards import JudgePool
 from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
 from assay.text.tokenizer import SPECIALS
-from assay.train import components
-from assay.train.learner.learner import Learner
-from assay.train.learner.optim import make_adamw
-from assay.train.learner.pack import rows_of
-from assay.train.learner.update import Updater
-from assay.train.progress import RunState, Schedule
-from assay.train.reference import freeze_reference
-from assay.train.sources import OnPolicySource, PromptStream
-from assay.train.sync import sync_weights
+from assay.training.learner.learner import Learner
+from assay.training.learner.optim import make_adamw
+from assay.training.learner.pack import rows_of
+from assay.training.learner.update import Updater
+from assay.training.progress import RunState, Schedule
+from assay.training.reference import freeze_reference
+from assay.training.sources import OnPolicySource, PromptStream
+from assay.training.sync import sync_weights
 from assay.types import Group, Progress, Prompt, UserError
 
 

@@ -379,7 +379,7 @@ SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are op
 
 def updater_fields() -> dict[str, Field]:
     """Settings of the updater that --set can change."""
-    from assay.train.learner.update import Updater
+    from assay.training.learner.update import Updater
 
     plain = [field for field in fields(Updater) if isinstance(field.default, bool | int | float | str)]
     return {field.name: field for field in plain if field.name not in SEPARATE_OPTIONS}

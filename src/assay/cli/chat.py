@@ -116,9 +116,9 @@ def load_chat_model(
     """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
     to be comparable.
     """
+    from assay.build import components
     from assay.cli.chat_screen import ChatModel, Played
     from assay.cli.chat_session import answers_any_question
-    from assay.train import components
 
     cfg = settings_of([model] if model.startswith(PREFIX) else args.models, overrides, args.trust, args.config)
     needs_task = cfg.env.name or (cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
+from assay.build import components
 from assay.cli.chat_screen import ChatModel, Played, Reply, ReplyStream, Screen
 from assay.config import MeasureConfig
 from assay.config.sections import EnvConfig, TaskConfig
@@ -19,7 +20,6 @@ from assay.rewards import Judging
 from assay.rollout import Collector, request_seed
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
-from assay.train import components
 from assay.types import Finish, Message, Prompt, Status, UserError, plural, unknown_name
 
 INPUT_PROMPT = "> "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import random
 
-from assay.awaiting import resolve
 from assay.cli.data import task_arguments
 from assay.envs import ENVS, Env, make_env
 from assay.envs.base import Observation, as_messages, safe_reset, safe_step, up_to_stop
-from assay.envs.check import EPISODES, SECONDS, findings
+from assay.system.awaiting import resolve
 from assay.tasks import make_task
+from assay.testing.env import EPISODES, SECONDS, findings
 from assay.types import UserError
 
 HELP = """Check that an environment follows the interface, or play it interactively in place of the policy.

@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Console) -> int:
+    from assay.build import components
     from assay.envs import Env
     from assay.evals.report import compare
-    from assay.train import components
 
     task = components.build_problems(cfg.task, cfg.env)
     if args.data and not task.has_all and cfg.eval.final_split == "all":
@@ -160,7 +160,7 @@ def inherited_settings(
     What the settings of a run name needs the user's consent: `trust`, or naming it in `overrides`. A config file that
     the user names is the user's own.
     """
-    from assay.train.trust import guard_run
+    from assay.build.trust import guard_run
 
     if config is not None:
         return evaluation_settings(load_settings(TrainConfig, config, {}), overrides, is_used)
@@ -202,8 +202,8 @@ def warn_of_changes(cfg: TrainConfig, folder: Path) -> None:
 
 
 def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
+    from assay.build import components
     from assay.tasks.base import UNLIMITED, prompts_of
-    from assay.train import components
 
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.eval.final_split in ("train", "all"):
         raise UserError(
@@ -218,12 +218,12 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
-    from assay.engine.remote.openai import OpenAIEngine
+    from assay.build import components
+    from assay.build.trials import unknown_prompt_words
     from assay.evals.report import evaluate
+    from assay.integrations.openai import OpenAIEngine
     from assay.rewards import JudgePanel
     from assay.rollout import sampling_params
-    from assay.train import components
-    from assay.train.trial import unknown_prompt_words
 
     renderer, engine = components.build_server(model, cfg, task, console)
     for warning in unknown_prompt_words(cfg.eval.final_split, prompts[:CHECKED_TEXTS], renderer):

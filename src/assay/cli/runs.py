@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from assay.checks.files import RunFiles
 from assay.cli.runs_compare import compare, picture_path
 from assay.runs.console import Console, duration, fraction, one_line, percent
-from assay.runs.diagnose.files import RunFiles
 from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
 from assay.runs.facts import RunParts, describe, facts_of, lookup
 from assay.runs.files import to_json

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from assay.checks.files import RunFiles
 from assay.evals.pairs import compare_evaluations
 from assay.runs.console import Console, one_line
 from assay.runs.curves import draw_comparison, points_of, shown_panels
-from assay.runs.diagnose.files import RunFiles
 from assay.runs.directory import Run
 from assay.runs.facts import flattened
 from assay.runs.files import to_json

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from assay.listen import bind
-        from assay.serve.service import api_key_of
+        from assay.server.service import api_key_of
+        from assay.system.http_server import bind
     except ImportError:
         raise missing_extra("assay serve", "serve") from None
     from assay.models.load import is_classifier
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
-    from assay.serve.frontend import serve
-    from assay.serve.server import Serving
-    from assay.train import components
+    from assay.build import components
+    from assay.server.frontend import serve
+    from assay.server.server import Serving
 
     with Console(sys.stderr) as console:
         renderer, engine = components.build_server(model, cfg, None, console, any_style=True)
@@ -85,7 +85,7 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) ->
 
 def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
     from assay.rewards.reward_model_worker import RewardModelProcess
-    from assay.serve.classify import serve_classifier
+    from assay.server.classify import serve_classifier
 
     process, name = RewardModelProcess(model, cfg.device, True, cfg.engine.dtype, cfg.threads), cfg.http.name or model
     with Console(sys.stderr) as console:
@@ -107,7 +107,7 @@ def check_classifier_settings(cfg: ServeConfig, given: Mapping[str, Any]) -> Non
 
 
 def ready_note(name: str, listener: socket.socket) -> Callable[[], None]:
-    from assay.serve.server import address_of
+    from assay.server.server import address_of
 
     url = address_of(listener)
     return lambda: say(f"serving {name} at {url}/v1 (Ctrl-C stops)")

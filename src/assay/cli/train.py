@@ -20,7 +20,7 @@ from assay.runs.resolve import check_fixed, differences, run_settings
 from assay.types import UserError, plural
 
 if TYPE_CHECKING:
-    from assay.train.run import TrainingRun
+    from assay.training.run import TrainingRun
 
 HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
@@ -55,21 +55,21 @@ def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
     if cfg.model.source:
         console.announce(f"loading {cfg.model.source}")  # the imports below take seconds
     if dry_run:
-        from assay.train.build import dry_run as check
+        from assay.build.run import dry_run as check
 
         for line in check(cfg, console):
             console.note(line)
         return 0
-    from assay.train.build import new_run
+    from assay.build.run import new_run
 
     return run_training(new_run(cfg, console), console)
 
 
 def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console) -> int:
+    from assay.build.trust import extend_trust, guard_run
     from assay.runs import Run
     from assay.runs.files import write_text
     from assay.runs.resolve import find_run
-    from assay.train.trust import extend_trust, guard_run
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
     path = find_run(args.resume, runs_dir)
@@ -92,7 +92,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         if foreign is not None:
             foreign.check_settings()
     console.announce(f"loading {cfg.model.source}")
-    from assay.train.build import resume_run
+    from assay.build.run import resume_run
 
     with Run.open(path, write=is_main()) as opened:
         resumed = resume_run(cfg, opened, console)
@@ -138,7 +138,7 @@ def run_argument(path: Path) -> str:
 
 def run_training(training: TrainingRun, console: Console) -> int:
     from assay.runs.files import disk_error
-    from assay.train.loop import train
+    from assay.training.loop import train
 
     path = training.directory.path
     try:

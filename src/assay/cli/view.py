@@ -17,7 +17,7 @@ from pathlib import Path
 
 from assay.cli.report import find_folder
 from assay.cli.runs import add_runs_dir
-from assay.listen import bind, is_loopback
+from assay.system.http_server import bind, is_loopback
 from assay.types import UserError, missing_extra, plural
 
 HELP = """Show runs in the browser: curves, prompts, rollouts token by token, and what is wrong with them.

@@ -76,19 +76,19 @@ def make_assay(model: PolicyModel, **options: Any) -> BaseEngine:
 
 
 def make_vllm(model: PolicyModel, **options: Any) -> BaseEngine:
-    from assay.engine.remote.vllm.engine import VLLMEngine
+    from assay.integrations.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, **options)
 
 
 def make_sglang(model: PolicyModel, **options: Any) -> BaseEngine:
-    from assay.engine.remote.sglang.engine import SGLangEngine
+    from assay.integrations.sglang.engine import SGLangEngine
 
     return SGLangEngine(model, **options)
 
 
 def make_openai(model: PolicyModel, **options: Any) -> BaseEngine:
-    from assay.engine.remote.openai import NO_WEIGHTS
+    from assay.integrations.openai import NO_WEIGHTS
 
     raise UserError(NO_WEIGHTS)
 

@@ -33,7 +33,6 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar, cast
 
-from assay.awaiting import LoopThread
 from assay.engine.base import (
     BaseEngine,
     CountReport,
@@ -49,8 +48,9 @@ from assay.engine.base import (
     TokenChunk,
     gc_paused,
 )
-from assay.engine.outputs import handles_of
+from assay.engine.completions import handles_of
 from assay.engine.sequence import display_name
+from assay.system.awaiting import LoopThread
 from assay.types import Completion, UserError, describe_error
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from functools import partial
 from threading import Thread, Timer
 from typing import Any, NoReturn, Self, TypeVar
 
-from assay.awaiting import attempt, is_async, resolve, then
 from assay.rewards import Judge
 from assay.rewards.judge import judge_safely, judged_fields
+from assay.system.awaiting import attempt, is_async, resolve, then
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash
 from assay.types import MAX_REWARD, Message, Prompt, Status, UserError, Verdict, describe_user_error, is_valid_reward
 

@@ -8,13 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from assay.awaiting import resolve
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv
-from assay.process.messages import BadMessage
-from assay.process.pool import ItemFailure, WorkerPool
-from assay.process.sandbox import WorkerSettings, environment
 from assay.rewards import Unreadable, extract
 from assay.rewards.expressions import calculate, format_number, run_python
+from assay.system.awaiting import resolve
+from assay.system.pipe_messages import BadMessage
+from assay.system.sandbox import WorkerSettings, environment
+from assay.system.worker_pool import ItemFailure, WorkerPool
 from assay.tasks import Task
 from assay.types import Prompt, Status, UserError, Verdict
 

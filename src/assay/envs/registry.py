@@ -14,17 +14,19 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any
 
-from assay.awaiting import resolve, submit
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv, as_messages, check_attributes
 from assay.envs.builtin import Calculator, CountdownTries, GuessNumber, PythonTool, Stepwise
 from assay.rewards import load_object
+from assay.system.awaiting import resolve, submit
 from assay.tasks import Task, make_task
 from assay.tasks.datasets import PREFIX
 from assay.tasks.registry import call, call_user, parameters
 from assay.types import UserError, missing_extra, unknown_name
 
 MAX_TEXT = 4_096  # characters of a text space
-ADAPTERS = {"verifiers:": "assay.envs.verifiers_env:load_verifiers_env"}  # loaders of other packages' environments
+ADAPTERS = {
+    "verifiers:": "assay.integrations.verifiers.env:load_verifiers_env"
+}  # loaders of other packages' environments
 OPTIONS = ("role", "inline", "stop", "max_steps", "slow", "max_return", "judged", "words")
 ENVS: dict[str, Callable[..., Env]] = {
     env.name: env for env in (TaskEnv, GuessNumber, Stepwise, Calculator, PythonTool, CountdownTries)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from assay.memory import free_main_memory
+from assay.system.memory import free_main_memory
 from assay.types import UserError, plural
 
 DTYPES = {

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.model_files import check_model_files
 from assay.models.bars import BYTES, reporting_bar
 from assay.models.base import LoadReport, PolicyModel
 from assay.models.decoder import Decoder, WeightLoader
 from assay.models.fallback import load_fallback
 from assay.models.gguf import is_gguf, load_gguf
 from assay.models.spec import FAMILIES, ModelSpec, spec_from_hf
+from assay.system.model_files import check_model_files
 from assay.types import UserError, unknown_name
 
 FORMS = "a Hugging Face folder, a .gguf file, a hub id such as org/name, preset:NAME, or run:NAME@STEP"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from assay.model_files import MAX_LAYERS
+from assay.system.model_files import MAX_LAYERS
 from assay.types import UserError
 
 

@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from assay.process.runner import ProgramLimits, ProgramResult, ProgramRunner, RunnerLost, start_runner
-from assay.process.sandbox import in_worker
 from assay.rewards.extract import Extraction
 from assay.rewards.numeric import UnreadableGold
+from assay.system.code_runner import ProgramLimits, ProgramResult, ProgramRunner, RunnerLost, start_runner
+from assay.system.sandbox import in_worker
 from assay.types import Status, UserError, Verdict
 
 CODE_FORMS = ("code-block", "answer-tag", "continuation")

@@ -9,8 +9,8 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Literal
 
-from assay.awaiting import attempt, is_async, then
 from assay.rewards.importing import absolute_path, load_object
+from assay.system.awaiting import attempt, is_async, then
 from assay.types import MAX_REWARD, Status, UserError, Verdict, describe_user_error, is_valid_reward, plural
 
 MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function

@@ -11,8 +11,8 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Protocol
 
-from assay.awaiting import attempt, is_async, resolve, then, together
 from assay.rewards.functions import NOT_APPLICABLE
+from assay.system.awaiting import attempt, is_async, resolve, then, together
 from assay.types import TASK_LABEL, Prompt, Status, UserError, Verdict, describe_error
 
 

@@ -21,8 +21,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from assay.process.sandbox import time_limit_paused
 from assay.rewards.numeric import MAX_DIGITS, Unreadable, UnreadableGold, WrongForm, nesting_depth
+from assay.system.sandbox import time_limit_paused
 
 # Sums and the like are not evaluated: the texts up to here must be the same, the rest is compared.
 _OPERATOR = re.compile(r"\\(?:sum|prod|int|lim)\s*(?:[_^]\s*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\w)\s*)+")

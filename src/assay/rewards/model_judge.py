@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from assay.config import JudgeConfig
-from assay.endpoint import Endpoint, EndpointError, Usage
 from assay.rewards.cache import ReplyCache
 from assay.rewards.judge import judged_fields
 from assay.rewards.pool import GroupItem, Item, JudgeReport
+from assay.system.openai_client import Endpoint, EndpointError, Usage
 from assay.types import Prompt, Status, UserError, Verdict, excerpt
 
 PATH = "/chat/completions"

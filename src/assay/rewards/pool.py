@@ -1,4 +1,4 @@
-"""Judge completions in sandboxed worker processes (see `assay.process`), with a time limit per completion."""
+"""Judge completions in sandboxed worker processes (see `assay.system`), with a time limit per completion."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from assay.awaiting import resolve, then, together
-from assay.process.messages import BadMessage
-from assay.process.pool import ItemFailure, StartFailed, WorkerPool
-from assay.process.sandbox import Level, WorkerSettings, environment
 from assay.rewards.code import CodeJudge
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.judge import (
@@ -25,6 +21,10 @@ from assay.rewards.judge import (
     prepare_judge,
     sees_group,
 )
+from assay.system.awaiting import resolve, then, together
+from assay.system.pipe_messages import BadMessage
+from assay.system.sandbox import Level, WorkerSettings, environment
+from assay.system.worker_pool import ItemFailure, StartFailed, WorkerPool
 from assay.types import Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
@@ -44,7 +44,7 @@ class JudgePool:
     An item that takes longer than `timeout_s` gets status timeout, one on which two workers die gets status error (see
     `WorkerPool`). Each process may use `memory_gb` of address space. `sandbox` and `pass_env` are the settings of that
     name in the section `reward`: "auto" is strict for judges of this package and basic for users' code (see
-    `assay.process.sandbox`). `workers=0` judges in this process without any limit: for tests and trusted judges.
+    `assay.system.sandbox`). `workers=0` judges in this process without any limit: for tests and trusted judges.
 
     A judge that sees groups judges all answers to a prompt in one call, to which the time limit applies. A judge that
     is `async` judges up to 64 items concurrently in each process.

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from assay.config import JudgeConfig
-from assay.endpoint import Endpoint, EndpointError, Usage
-from assay.process.spawn import WorkerDied, exit_reason
 from assay.rewards.cache import ReplyCache
 from assay.rewards.judge import judged_fields
 from assay.rewards.model_judge import ModelJudge, is_finite_number, question_of
 from assay.rewards.pool import GroupItem, Item, JudgeReport
 from assay.rewards.reward_model_worker import RewardModelProcess
+from assay.system.openai_client import Endpoint, EndpointError, Usage
+from assay.system.spawn import WorkerDied, exit_reason
 from assay.types import Prompt, Status, UserError, Verdict
 
 AT_ONCE = 256  # conversations per call of the process, between which progress is reported

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.model_files import check_model_files
-from assay.process.spawn import RemoteWorker, WorkerDied, serve
+from assay.system.model_files import check_model_files
+from assay.system.spawn import RemoteWorker, WorkerDied, serve
 from assay.types import UserError, describe_error, excerpt
 
 Conversation = Sequence[Mapping[str, Any]]  # messages; the last is the answer

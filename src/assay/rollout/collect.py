@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol, Self, TypeVar
 
-from assay.awaiting import resolve
 from assay.config import EvalConfig, SamplingConfig
 from assay.engine.base import BaseEngine, CountReport, Request, RequestError, SampleCounter, SamplingParams
 from assay.engine.client import ClientThread, EngineClient, connect, run_sync
@@ -19,6 +18,7 @@ from assay.mesh import Mesh
 from assay.rewards import Judging, check_verdicts
 from assay.rollout.episodes import Episode, EpisodeRules, Limits, as_group, request_seed
 from assay.rollout.play import GroupInPlay, GroupPlayer, all_ended
+from assay.system.awaiting import resolve
 from assay.text import Renderer
 from assay.types import Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
 
@@ -44,7 +44,7 @@ def with_stops(params: SamplingParams, renderer: Renderer, env: Env | None = Non
 
 
 class Stopper(Protocol):
-    """Can interrupt work that takes long; see `assay.train.progress.Stopping`."""
+    """Can interrupt work that takes long; see `assay.training.progress.Stopping`."""
 
     def interruptible(self, work: Callable[[], T]) -> T | None: ...
 

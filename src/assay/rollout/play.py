@@ -13,11 +13,11 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any, Protocol
 
-from assay.awaiting import awaited, is_async, resolve, submit
 from assay.engine.base import Request, RequestError, SampleCounter
 from assay.engine.client import EngineClient, ReceiveChunk
 from assay.envs.base import Env, Step, error_step, run_in_thread, warn_after
 from assay.rollout.episodes import Episode, EpisodeRules
+from assay.system.awaiting import awaited, is_async, resolve, submit
 from assay.types import Completion, Finish, Prompt
 
 MIN_STEP_S = 1.0  # shortest time limit of a step, even if the limit of an episode is shorter

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, overload
 
-from assay.awaiting import resolve, together
 from assay.rewards import CodeJudge, CountdownJudge, Judge, MathJudge
 from assay.rewards.extract import check_extractor
 from assay.rewards.judge import judged_fields
+from assay.system.awaiting import resolve, together
 from assay.types import Prompt, UserError, Verdict, describe_user_error, plural
 
 SPLITS = ("train", "validation", "test")

@@ -8,7 +8,7 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
-from assay.memory import check_data_fits
+from assay.system.memory import check_data_fits
 from assay.types import UserError, missing_extra, plural
 
 SUFFIX = ".parquet"

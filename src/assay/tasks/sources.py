@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from assay.memory import check_data_fits
+from assay.system.memory import check_data_fits
 from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
 from assay.tasks.parquet import is_parquet, read_parquet, shards_of
 from assay.types import Message, Prompt, UserError, missing_extra, plural

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
-from assay.model_files import check_model_files
+from assay.system.model_files import check_model_files
 from assay.types import UserError, describe_error
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from assay.listen import is_same_origin, limit_headers
+from assay.system.http_server import is_same_origin, limit_headers
 from assay.types import describe_error
 from assay.web.activity import activity
 from assay.web.data import RunView, ViewError, plain

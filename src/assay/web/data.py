@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from assay.checks.files import RunFiles
+from assay.checks.folder import diagnose_files
 from assay.runs.curves import X_LABELS, shown_panels
-from assay.runs.diagnose.files import RunFiles
-from assay.runs.diagnose.folder import diagnose_files
 from assay.runs.files import json_object, to_json
 from assay.types import describe_error
 from assay.web.activity import activity

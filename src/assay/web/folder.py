@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from assay.runs.diagnose.history import FIRST
+from assay.checks.history import FIRST
 from assay.runs.directory import is_locked, state_of
 from assay.runs.facts import RunParts, facts_of
 from assay.runs.files import from_json, json_lines

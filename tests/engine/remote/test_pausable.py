@@ -18,10 +18,10 @@ from pausable_parts import FAKES, POLICY, PROMPT, connected, decode, logprobs_of
 from stepped import Stepped
 
 from assay.engine.base import Finished, Request, SamplingParams
-from assay.engine.check import ScaledWeights, check_engine
 from assay.engine.client import generate
-from assay.engine.outputs import StopStrings
+from assay.engine.completions import StopStrings
 from assay.engine.remote.pausable import first_stop, sample_seed
+from assay.testing.engine import ScaledWeights, check_engine
 from assay.types import Finish, UserError
 
 both = pytest.mark.parametrize("backend", ["vllm", "sglang"])

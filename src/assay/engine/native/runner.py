@@ -25,7 +25,7 @@ from assay.engine.native.attention import (
 from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.scheduler import Chunk
-from assay.engine.rows import Rows
+from assay.engine.running_batch import Rows
 from assay.engine.sampler import target_logprobs, top_logprobs
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
 from assay.models.attention import has_varlen

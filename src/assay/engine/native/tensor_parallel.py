@@ -44,7 +44,7 @@ from assay.engine.base import (
     TopLogprobs,
     WeightSource,
 )
-from assay.engine.local import StepBoundary
+from assay.engine.in_process import StepBoundary
 from assay.engine.native.engine import NativeEngine
 from assay.engine.sequence import Kept
 

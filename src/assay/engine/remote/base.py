@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from assay.config import RemoteEngineConfig
-from assay.endpoint import key_of
 from assay.engine.base import Capabilities, EngineInfo, EngineOptions, RequestError, WeightSource
 from assay.engine.client import SentRequest, ServerEngine
 from assay.engine.remote.http import (
@@ -49,6 +48,7 @@ from assay.engine.remote.supervise import JOIN_S, SupervisedServers
 from assay.engine.remote.transport import FolderTransport, NcclTransport, Transport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.models.base import PolicyModel
+from assay.system.openai_client import key_of
 from assay.types import Completion, UserError
 
 T = TypeVar("T")

@@ -14,8 +14,10 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
-from assay.awaiting import LoopThread
-from assay.endpoint import (
+from assay.engine.remote.launch import LaunchedServers
+from assay.engine.remote.nodes import nodes_folder
+from assay.system.awaiting import LoopThread
+from assay.system.openai_client import (
     Answer,
     BadBody,
     check_url,
@@ -26,8 +28,6 @@ from assay.endpoint import (
     read_answer,
     read_lines,
 )
-from assay.engine.remote.launch import LaunchedServers
-from assay.engine.remote.nodes import nodes_folder
 from assay.types import UserError, describe_error, excerpt, hide_credentials, missing_extra
 
 T = TypeVar("T")

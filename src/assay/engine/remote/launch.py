@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 import torch
 
 from assay.config import InferenceServerConfig
-from assay.endpoint import key_of, new_client, opened
 from assay.engine.base import EngineOptions
 from assay.engine.remote.nodes import NodeServer, nodes_folder, registered_servers
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
-from assay.process.program import SupervisedProgram, free_port
+from assay.system.openai_client import key_of, new_client, opened
+from assay.system.program import SupervisedProgram, free_port
 from assay.types import UserError
 
 MAX_RESTARTS = 20  # of a server that fails again and again

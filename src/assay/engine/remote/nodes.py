@@ -1,6 +1,6 @@
 """Servers on engine nodes: hosts that only generate and share a folder with the trainer.
 
-Each engine node runs `assay.cli.slurm.engine_node`. The environment variable `ENGINE_NODES` names the folder:
+Each engine node runs `assay.integrations.slurm.engine_node`. The environment variable `ENGINE_NODES` names the folder:
 
 - `server-N-K.json`: written by node N: URL and log file of its server K, which is not started yet.
 - `model/`: written by the trainer: the model that is served, without weights.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import RemoteEngineConfig
-from assay.process.program import last_error
+from assay.system.program import last_error
 from assay.types import UserError, plural
 
 ENGINE_NODES = "ASSAY_ENGINE_NODES"  # environment variable with the folder

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.outputs import StopStrings
+from assay.engine.completions import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import HttpServers, Server, ServerError, ServerUnreachable
 from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from assay.config import ReferenceServerConfig
-from assay.endpoint import Endpoint
 from assay.engine.remote.assay.wire import FLOATS, IDS, pack, unpack
 from assay.engine.remote.http import logprob_problem
+from assay.system.openai_client import Endpoint
 from assay.types import UserError
 
 TOKENS = 1 << 16  # per request, unless a sequence is longer

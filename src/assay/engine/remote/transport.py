@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from assay.models.export import write_files
-from assay.process.program import free_port
+from assay.system.program import free_port
 from assay.types import UserError
 
 ALIGNMENT = 256  # bytes; of weights within a buffer

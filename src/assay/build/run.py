@@ -1,0 +1,449 @@
+"""Settings -> a run that is ready to train: a new one, one resumed from its last checkpoint, or a dry run.
+
+All of them call `assemble`, which builds every component (see `components`) and checks the inputs (see `checks`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from assay.algos import LengthLimits
+from assay.build import components, trials
+from assay.build.trust import remember_trust
+from assay.checks import run_rules
+from assay.config import RewardConfig, TrainConfig
+from assay.config.settings import to_toml
+from assay.engine.base import BaseEngine
+from assay.mesh import Mesh
+from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
+from assay.models.device import free_memory
+from assay.rollout import Collector
+from assay.runs import Run, checkpoints
+from assay.runs.console import Console
+from assay.runs.resolve import changes_since_checkpoint
+from assay.tasks import Task
+from assay.tasks.base import NoSuchSplit, prompts_of
+from assay.tasks.judging import build_judge_pool
+from assay.text import Renderer, Tokenizer
+from assay.training import checkpoint
+from assay.training.async_source import AsyncSource
+from assay.training.evaluation import RunEvaluator
+from assay.training.learner.critic import make_critic
+from assay.training.learner.learner import Learner, solution_rows
+from assay.training.learner.optim import make_optimizer
+from assay.training.learner.parallel import parallelise
+from assay.training.learner.subprocess_updater import SubprocessUpdater, policy_device
+from assay.training.learner.update import Updater
+from assay.training.non_finite import check_loaded
+from assay.training.progress import Schedule, Stopping
+from assay.training.ranks import check_inputs, check_layout, start_mesh
+from assay.training.recorder import Recorder
+from assay.training.reference import load_reference
+from assay.training.run import TrainingRun
+from assay.training.sources import OnPolicySource, PromptStream, Replay
+from assay.training.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method
+from assay.types import Prompt, UserError, plural
+
+CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start; a dry run checks more
+
+
+def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
+    """Build a run from its settings. Errors in the settings are raised before the run directory is created."""
+    started = time.perf_counter()
+    mesh = start_mesh(cfg)
+    run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
+    if run.learner.algo.needs.reference:
+        load_reference(run.learner.updater, cfg, run.tokenizer, console)
+    inherit_replay(run)
+    mesh.barrier()  # if one rank fails, all ranks end before the run directory is created
+    run.directory.path = mesh.on_main(lambda: Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(run.cfg)).path)
+    if cfg.name and run.directory.name != cfg.name:
+        console.note(f"{cfg.name} exists: this run is {run.directory.name}")
+    if mesh.is_main:
+        remember_trust(cfg, started=True)
+    run.recorder.open()
+    return run
+
+
+def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
+    """Resume a run from its last intact checkpoint. Everything that was written after that checkpoint is deleted."""
+    started = time.perf_counter()
+    mesh, path = start_mesh(cfg), directory.path
+    step = last_checkpoint(cfg, path, mesh, console)
+    source, base_damaged = resumed_model(cfg, path, step, mesh, console)
+    adapters = checkpoints.folder(path, step) / checkpoint.ADAPTER if cfg.lora.rank and step is not None else None
+    run = assemble(cfg, console, source, mesh, started, directory, adapters)
+    if base_damaged:  # replaced by the model of the settings; `load_adapter` has compared fingerprints
+        checkpoint.save_base(path, run.learner.policy, run.tokenizer, mesh.is_main)
+    if step is not None:
+        run.load_state_dict(checkpoint.read_state(path, step, run.state_dict().keys()))
+        check_loaded(run.learner.policy, step, path)
+        # Else it was stopped in its warm start or its first evaluation.
+        run.resumed = step > 0 or (run.state.unmeasured is None and not run.state.sft_step)
+        run.recorder.started -= run.state.wall_s
+    if run.learner.algo.needs.reference:
+        load_reference(run.learner.updater, cfg, run.tokenizer, console, path if run.resumed else None, run.state.step)
+    if step is not None:
+        load_tensors(run, step)
+    else:
+        inherit_replay(run)
+    mesh.barrier()
+    if mesh.is_main:
+        directory.truncate_after(-1 if step is None else step)  # last: a resume that fails changes nothing
+        if run.state.best:  # best.json may have been deleted as well, or never written
+            checkpoints.set_best(path, **run.state.best)
+    run.recorder.open()
+    return run
+
+
+def last_checkpoint(cfg: TrainConfig, path: Path, mesh: Mesh, console: Console) -> int | None:
+    """Step of the last intact checkpoint (None if there is none yet). Warns of what has changed since it was saved."""
+    step, problems = mesh.on_main(lambda: checkpoints.last_intact(path))
+    if step is None and problems:
+        raise UserError(
+            f"no checkpoint of {path} is intact ({problems[0]}): delete {path / 'checkpoints'} to start from step 0"
+        )
+    warnings = [f"{problem}: resuming from an earlier checkpoint" for problem in problems]
+    if step is not None:
+        warnings += changes_since_checkpoint(cfg, path, step)
+        if not checkpoints.metrics_intact(path, step):
+            warnings.append(
+                f"{path / 'metrics.jsonl'} was truncated or changed since step {step} was saved: weights are not "
+                "affected, but curves and training time will be incomplete"
+            )
+    for warning in warnings:
+        console.warn(warning)
+    return step
+
+
+def resumed_model(cfg: TrainConfig, path: Path, step: int | None, mesh: Mesh, console: Console) -> tuple[str, bool]:
+    """Source of the model of a resumed run, and whether the saved base model of its adapters is damaged."""
+    if step is None:
+        return named_model(cfg, mesh), False
+    if not cfg.lora.rank:
+        return str(checkpoints.folder(path, step) / "model"), False
+    problems = mesh.on_main(lambda: checkpoints.problems(path / checkpoint.BASE))
+    for problem in problems:
+        console.warn(f"{problem}: replacing it with {cfg.model.source}")
+    return named_model(cfg, mesh) if problems else str(path / checkpoint.BASE), bool(problems)
+
+
+def load_tensors(run: TrainingRun, step: int) -> None:
+    """Load optimizer state, critic and replay buffer of a checkpoint, and copy the weights to the engine."""
+    path, learner = run.directory.path, run.learner
+    warm_start = run.begin_warm_start() if run.state.sft_step else None
+    optimizer = warm_start.optimizer if warm_start else learner.updater.optimizer
+    try:
+        checkpoint.load_optimizer(path, step, learner.policy, optimizer)
+        if learner.critic is not None and run.resumed:
+            learner.critic.load(checkpoints.folder(path, step))
+    except SafetensorError as error:  # checksums show damage, but not a file that was saved like this
+        raise UserError(
+            f"the checkpoint of step {step} is invalid ({error}): resume from another checkpoint"
+        ) from error
+    if run.replay.buffer is not None:
+        checkpoint.load_replay(path, step, run.replay.buffer)
+    run.source.load_groups(checkpoint.load_queue(path, step))
+    run.sync()
+
+
+def named_model(cfg: TrainConfig, mesh: Mesh) -> str:
+    """Source of the model in the settings; rank 0 verifies its checksums."""
+    return mesh.on_main(lambda: components.model_source(cfg.model, cfg.runs_dir))
+
+
+def inherit_replay(run: TrainingRun) -> None:
+    """Fill the replay buffer of a run without checkpoints from the folder in `replay.load`."""
+    buffer, folder = run.replay.buffer, run.cfg.replay.load
+    if buffer is not None and folder:
+        checkpoints.verify(Path(folder))
+        buffer.inherit(folder, run.learner.policy.vocab_size, run.collector.renderer.decode)
+
+
+def assemble(
+    cfg: TrainConfig,
+    console: Console,
+    source: str,
+    mesh: Mesh,
+    started: float,
+    directory: Run | None = None,
+    adapters: Path | None = None,
+    checked_texts: int = CHECKED_TEXTS,
+) -> TrainingRun:
+    """Build all components and check their inputs. The run's settings contain the token budget that was chosen.
+
+    `source`: the model. `directory`: of a resumed run; without it, the path of the run directory is set later.
+    `adapters`: LoRA adapters of a resumed run. `checked_texts`: prompts and solutions checked for unknown words.
+    """
+    run_rules.check_settings(cfg)
+    device = policy_device(cfg, mesh)
+    algo = components.build_algorithm(cfg)
+    check_layout(cfg, mesh, algo)
+    dtype = pick_dtype(cfg.dtype, mesh.device)
+    task, train, evaluations = load_problems(cfg, console)
+    # Before the model, which may take minutes to load.
+    with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
+        run_rules.check_judge(judge, train[0])
+    tokenizer = components.build_tokenizer(cfg.model, source, task)
+    renderer = components.build_renderer(cfg.prompt, tokenizer, task)
+    train = components.select_prompts(train, cfg, renderer, console)
+    policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
+    components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
+    for cause in run_rules.settings_problems(cfg, algo, task, policy.parameter_count):
+        console.warn(str(cause))
+    if not cfg.train.token_budget:  # a resumed run has the one that it was started with
+        tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
+        cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
+    demonstrations = components.build_demonstrations(cfg, renderer, console)
+    splits = {"train": train} | {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
+    trials.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
+    check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
+    critic = make_critic(cfg, algo, policy, mesh, dtype)
+    engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
+    verify = verify_method(cfg.engine, engine)
+    trials.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
+    components.prepare_policy(policy, cfg.train, mesh.world)
+    updater = build_updater(cfg, policy, mesh, dtype, console)
+    updater.critic = critic if critic and critic.shared else None
+    stopping = Stopping(cfg.save.grace_s, mesh)
+    collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
+    trials.check_collector(cfg, collector, train, evaluations, policy, console)
+    algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
+    schedule = Schedule.of(cfg.train, len(train))
+    directory = directory or Run(Path())
+    # Asynchronous sampling without staleness is on-policy.
+    make_source = AsyncSource if cfg.source.name == "async" and cfg.source.max_staleness else OnPolicySource
+    weight_sync = WeightSync(updater, engine, verify, cfg.engine.verify_every)
+    if verify == "probe":
+        prompts = renderer.all_prompt_ids(PromptStream(train, cfg.seed).next(PROBE_PROMPTS))
+        length = min(policy.max_length, engine.info.max_length)
+        weight_sync.sequences = probe_sequences(prompts, min(tokenizer.vocab_size, policy.vocab_size), length, cfg.seed)
+    return TrainingRun(
+        cfg=cfg,
+        directory=directory,
+        schedule=schedule,
+        collector=collector,
+        source=make_source(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
+        learner=Learner(cfg, algo, updater, schedule, critic),
+        replay=Replay(cfg.replay, cfg.seed),
+        weight_sync=weight_sync,
+        evaluator=RunEvaluator(cfg, collector, evaluations, directory, console),
+        recorder=Recorder(cfg, directory, console, mesh, judge_warnings(cfg.reward, collector), started),
+        stopping=stopping,
+        demonstrations=demonstrations,
+    )
+
+
+def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
+    """The task or environment, the prompts of the train split, and those of evaluations by label."""
+    task = components.build_problems(cfg.task, cfg.env)
+    train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
+    evaluations = evaluation_prompts(cfg, task)
+    for cause in run_rules.data_problems(cfg, train, evaluations, console.note):
+        if cause.severity == "error":  # no problem of an evaluation is new to the model
+            raise UserError(str(cause))
+        console.warn(str(cause))
+    return task, train, evaluations
+
+
+def judge_warnings(cfg: RewardConfig, collector: Collector) -> dict[str, Callable[[], str]]:
+    """Warnings for the first failure and the first timeout of the judge or environment, by metric."""
+    judged = "answers" if collector.env is None else "steps"
+
+    def failed() -> str:
+        first = f": {detail}" if (detail := collector.first_failure) else ""
+        return f"{collector.reward_source} failed on some {judged} (status/error), which are not trained on{first}"
+
+    def timed_out() -> str:
+        return (
+            f"judging some answers took longer than {cfg.timeout_s:g} s (status/timeout), which count as unparsable: "
+            "raise reward.timeout_s, or make the judge faster"
+        )
+
+    return {"status/error": failed, "status/timeout": timed_out}
+
+
+def load_policy(
+    cfg: TrainConfig,
+    source: str,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    adapters: Path | None,
+    console: Console,
+) -> PolicyModel:
+    """Load the policy, with LoRA if the settings say so. It is not sharded yet.
+
+    A model that will be quantized is loaded to main memory first, and moved to the device layer by layer.
+    """
+    quantize = bool(cfg.lora.quantize)
+    with components.loading(cfg.model.source, console) as report:
+        target = torch.device("cpu") if quantize else device
+        policy = components.build_policy(cfg.model, source, tokenizer, target, cfg.seed, dtype, report, frozen=quantize)
+    if quantize:
+        policy.quantize(device)
+    if tokenizer.vocab_size > policy.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {policy.vocab_size}: "
+            "they do not match; set model.tokenizer to the tokenizer of the model"
+        )
+    if cfg.lora.rank:
+        lora = Lora(cfg.lora.rank, cfg.lora.alpha, tuple(cfg.lora.targets), cfg.model.source)
+        policy.add_lora(lora, cfg.seed)
+    if adapters is not None:
+        load_adapter(policy, adapters)
+    return policy
+
+
+def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype, console: Console) -> Updater:
+    updater = Updater(
+        policy,
+        make_optimizer(policy, cfg.optim),
+        temperature=cfg.sampling.temperature,
+        max_grad_norm=cfg.optim.max_grad_norm,
+        token_budget=cfg.train.token_budget,
+        offload_reference=cfg.train.offload_reference and mesh.world == 1,  # shards are never moved
+        dtype=dtype,
+        mesh=mesh,
+        progress=console.progress,
+    )
+    return updater if cfg.train.process == "same" else SubprocessUpdater.of(updater)
+
+
+def shard_and_build_engine(
+    cfg: TrainConfig, policy: PolicyModel, renderer: Renderer, mesh: Mesh, dtype: torch.dtype, console: Console
+) -> BaseEngine:
+    """Shard the policy over the ranks, and build the engine that serves it, or this rank's part of the engine."""
+    build = partial(
+        components.build_engine,
+        cfg,
+        policy,
+        renderer,
+        cfg.model.max_length,
+        mesh.tp_group,
+        device=mesh.device,
+        notify=console.warn,
+    )
+    copies_model = components.is_custom_backend(cfg.engine) or not isinstance(policy, Decoder)
+    engine = build() if copies_model else None  # copies the model before it is sharded
+    parallelise(policy, mesh, cfg.parallel.mode, dtype)
+    return engine or build()  # sizes its KV cache by the memory that is left
+
+
+def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
+    """Problems of the evaluations start, before and after, and of the periodic one, by label."""
+    final = components.take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
+    # A randomly initialized model is not evaluated before its warm start.
+    warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(run_rules.PRESET)
+    labels = ("start", "before", "after") if warm_started else ("before", "after")
+    prompts = dict.fromkeys(labels, final)
+    if has_rl_steps(cfg):
+        try:
+            prompts["eval"] = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
+        except NoSuchSplit as error:
+            if cfg.eval.every:
+                raise UserError(f"{error}; eval.every = 0 turns periodic evaluation off") from None
+    return prompts
+
+
+def has_rl_steps(cfg: TrainConfig) -> bool:
+    """Whether the run is more than supervised fine-tuning."""
+    return bool(cfg.train.steps or cfg.train.epochs or cfg.train.budget)
+
+
+GIB = 2**30
+
+
+def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
+    """Build a run and check its inputs without training. Yields the report line by line."""
+    mesh = start_mesh(cfg)
+    source = components.model_source(cfg.model, cfg.runs_dir)
+    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=trials.READ)
+    collector, stream, learner = run.collector, run.source.prompts, run.learner
+    with collector:
+        prompts = stream.next(min(max(cfg.train.prompts, trials.PROMPTS), 64))
+        lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
+        longest, limit = max(lengths), collector.engine.info.max_length
+        task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
+        yield f"task {task}: {plural(len(stream.prompts), 'train problem')}; {plural(run.schedule.total_steps, 'step')}"
+        new = cfg.sampling.max_new_tokens
+        yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
+        if longest + new > limit:
+            yield f"warning: prompt and answer can exceed the context of {limit} tokens; longer answers are cut off"
+        verdict = run_rules.check_judge(collector.judge, prompts[0])
+        if collector.env is None or collector.env.judged:
+            yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
+        if cfg.sft.steps:
+            first_batch = run.demonstrations[: cfg.sft.batch]
+            rows = solution_rows(first_batch, collector.renderer, learner.policy.max_length)
+            longest_solution = plural(max(sum(row.trained) for row in rows), "token")
+            yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
+        if learner.algo.needs.reference:
+            load_reference(learner.updater, cfg, run.tokenizer, console)
+        check_writable(Path(cfg.runs_dir))
+        sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
+        if collector.env is not None:
+            trials.try_env(collector.env, prompts[0])
+        if has_rl_steps(cfg):
+            yield trials.try_update(cfg, collector, learner, prompts)
+    yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
+
+
+def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> Iterator[str]:
+    """`sizes`: bytes by purpose."""
+    for name, size in sizes.items():
+        yield f"{name:<28}{size / GIB:8.2f} GiB"
+    needed, free = sum(sizes.values()), free_memory(mesh.device)
+    yield f"{'estimated total':<28}{needed / GIB:8.2f} GiB on {mesh.device}, train.token_budget = {token_budget}"
+    if free is not None and needed > free:
+        yield (
+            f"warning: only {free / GIB:.2f} GiB are free; lower train.token_budget or engine.max_batch (a micro-batch "
+            "that does not fit is halved during the run)"
+        )
+    else:
+        yield "all checks passed"
+
+
+def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, prompt_tokens: int) -> dict[str, float]:
+    """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
+    policy, updater, critic = learner.policy, learner.updater, learner.critic
+    count = policy.parameter_count
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    base_is_reference = policy.lora is not None and not cfg.algo.reference and not cfg.sft.steps
+    base_is_reference = base_is_reference and not components.reference_is_dynamic(cfg.algo)
+    compute_bytes = 2 if updater.dtype == torch.bfloat16 else 4
+    reference_bytes = 4 if cfg.algo.reference_ema else compute_bytes
+    reference = updater.reference  # loaded by now if the settings name one
+    reference_count = count if reference is None else sum(p.numel() for p in reference.parameters())
+    has_reference = learner.algo.needs.reference and not base_is_reference and updater.served is None
+    engine_bytes = torch.finfo(engine.info.dtype).bits // 8
+    sizes = {
+        "weights, gradients, AdamW": policy.weight_bytes + 12.0 * trained,
+        "engine's copy of the weights": float(engine_bytes * count),
+        "reference": float(reference_bytes * reference_count) if has_reference else 0.0,
+    }
+    if critic is not None and not critic.shared:
+        sizes["critic, gradients, AdamW"] = 16.0 * count
+    length = min(prompt_tokens + cfg.sampling.max_new_tokens, engine.info.max_length)
+    sequences = cfg.train.prompts * cfg.train.samples
+    tokens = min(updater.token_budget, sequences * length)
+    if isinstance(policy, Decoder):
+        spec = policy.spec
+        sequences = min(engine.info.max_batch, sequences)
+        sizes["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length * sequences
+        sizes["activations"] = float(tokens * components.activation_bytes(spec, updater.dtype, policy.recompute))
+    sizes["logits"] = 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)
+    return {name: size for name, size in sizes.items() if size}
+
+
+def check_writable(runs_dir: Path) -> None:
+    folder = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{folder} is not writable: choose another folder with --runs_dir")

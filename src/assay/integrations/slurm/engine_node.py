@@ -1,0 +1,145 @@
+"""Servers on an engine node of a Slurm job, which only generates. `assay.engine.remote.nodes` describes the files.
+
+The node registers its servers, starts them when the trainer asks for it, and stops them when its input ends. SIGTERM
+has no effect on the servers: Slurm sends it to all processes of a job that has to stop, and the trainer needs the
+servers until it has saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from assay.engine.remote.nodes import nodes_folder, read_object, write_object
+from assay.system.program import SupervisedProgram
+
+POLL_S = 0.5
+PORTS = range(12000, 20000)  # below those of rendezvous, and below the ephemeral ports of the system
+
+
+class NodeProgram:
+    """A server of this node, which the trainer starts."""
+
+    def __init__(self, folder: Path, name: str, log: Path, devices: str) -> None:
+        """`devices`: CUDA_VISIBLE_DEVICES, if the node has GPUs."""
+        self.name, self.log, self.devices, self.starts = name, log, devices, 0
+        self.request, self.state = folder / f"start-{name}.json", folder / f"state-{name}.json"
+        self.program: SupervisedProgram | None = None  # while it is running
+
+    def check(self) -> None:
+        """Start the server as often as the trainer has asked for, and report its end."""
+        request = read_object(self.request)
+        if request.get("starts", 0) > self.starts:
+            self._start(request)
+        elif self.program is not None and (ended := self.program.ended):
+            say(f"server {self.name}: ended ({ended}): {self.program.tail()}")
+            self.close()
+            write_object(self.state, {"starts": self.starts, "ended": ended})
+
+    def _start(self, request: Mapping[str, Any]) -> None:
+        if self.program is not None:
+            say(f"server {self.name}: does not answer to the trainer, and is killed")
+            self.program.kill()
+        self.close()
+        environment = {**os.environ, **request["environment"]}
+        if self.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices
+        self.program = SupervisedProgram(request["command"], self.log, environment, block_sigterm=True)
+        self.starts = request["starts"]
+        write_object(self.state, {"starts": self.starts, "ended": ""})
+        say(f"server {self.name}: started, process {self.program.pid}; its output is in {self.log}")
+
+    def close(self) -> None:
+        if self.program is not None:
+            self.program.close()
+            self.program = None
+
+
+class EngineNode:
+    def __init__(self, folder: Path, node: int, hosts: Sequence[str], servers: int, gpus: int, logs: str) -> None:
+        """`hosts`: of all engine nodes. `servers`, `gpus`: of each node. `logs`: how names of log files begin."""
+        self.programs: list[NodeProgram] = []
+        for index, (port, devices) in enumerate(zip(free_ports(servers), device_shares(gpus, servers), strict=True)):
+            log = Path(f"{logs}-engine{node}-server{index}.log").absolute()
+            self.programs.append(NodeProgram(folder, f"{node}-{index}", log, devices))
+            entry = {"place": [node, index], "servers": servers * len(hosts), "url": f"http://{hosts[node]}:{port}"}
+            write_object(folder / f"server-{node}-{index}.json", {**entry, "log": str(log)})
+        say(f"engine node {node} of {len(hosts)}: waiting for the trainer")
+
+    def check(self) -> None:
+        for program in self.programs:
+            program.check()
+
+    def close(self) -> None:
+        for program in self.programs:
+            program.close()
+
+    def run(self) -> None:
+        """Serve until the input ends."""
+        try:
+            while not input_ended(POLL_S):
+                self.check()
+        finally:
+            self.close()
+        say("the servers have ended")
+
+
+def device_shares(gpus: int, servers: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each server: equal shares of the GPUs of this node; empty without GPUs."""
+    if not gpus:
+        return [""] * servers
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = visible if visible[0] else [str(index) for index in range(gpus)]
+    share = max(1, len(visible) // servers)
+    return [",".join(visible[index * share : (index + 1) * share]) for index in range(servers)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that no program uses now. They start at a random one: another job may be starting on this node."""
+    ports: list[int] = []
+    first = random.randrange(len(PORTS))
+    for port in (*PORTS[first:], *PORTS[:first]):
+        if len(ports) == count:
+            return ports
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            ports.append(port)
+    raise RuntimeError(f"no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
+
+
+def input_ended(timeout_s: float) -> bool:
+    """Wait, at most until our input ends."""
+    ready, _, _ = select.select([sys.stdin.fileno()], [], [], timeout_s)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%F %T')} {text}", flush=True)
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--servers", type=int, required=True)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--logs", required=True)
+    parser.add_argument("hosts", nargs="+", help="of all engine nodes")
+    args = parser.parse_args(words)
+    folder = nodes_folder()
+    assert folder is not None, "the environment names no folder"
+    node = int(os.environ["SLURM_NODEID"])
+    EngineNode(folder, node, args.hosts, args.servers, args.gpus, args.logs).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

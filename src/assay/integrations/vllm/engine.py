@@ -1,0 +1,298 @@
+"""Generation with vLLM servers: given by URL, or started and stopped by this engine.
+
+Requests go to /v1/completions, with token ids in both directions. Everything else uses endpoints that vLLM has in its
+development mode (VLLM_SERVER_DEV_MODE=1). Tested with vLLM 0.24 and 0.32.
+
+vLLM reports one log-probability per sampled token. With `--logprobs-mode processed_logprobs`, which the servers must
+have, it is at the sampling temperature and after truncation. So it is what training needs unless sampling is
+truncated; the other modes report it before the temperature, which cannot be converted without all logits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.config import VLLMConfig
+from assay.engine.base import Capabilities, EngineOptions, WeightSource
+from assay.engine.remote.http import Server, ServerError, ServerUnreachable
+from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
+from assay.engine.remote.scoring import prompt_body, prompt_scores
+from assay.engine.sequence import Job
+from assay.integrations.vllm.servers import LaunchedVLLM
+from assay.integrations.vllm.weights import ServedModel, VLLMSender
+from assay.integrations.vllm.worker import EXTENSION
+from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
+from assay.models.fingerprint import digest_of
+from assay.types import Finish, UserError, excerpt
+
+COMPLETIONS = "/v1/completions"
+LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
+FORBIDDEN_BIAS = -100.0
+FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
+DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+
+CAPABILITIES = Capabilities(
+    temperature_logprobs=True,
+    truncated_logprobs=False,
+    inflight_updates=True,
+    score=True,
+)
+
+
+class VLLMEngine(PausableEngine):
+    kind, section, path = "vLLM", "vllm", COMPLETIONS
+    pause, resume = ("/pause?mode=abort", None), ("/resume", None)
+    launcher = LaunchedVLLM
+    start_advice = "start a vLLM server there"
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        settings: VLLMConfig | None = None,
+        save_tokenizer: SaveTokenizer | None = None,
+        **options: Any,
+    ) -> None:
+        """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
+        opts = EngineOptions(**options)
+        self.settings = settings or VLLMConfig()
+        self.tied = isinstance(model, Decoder) and model.spec.tied
+        self.models: dict[str, ServedModel] = {}  # by URL
+        self.sender: VLLMSender = VLLMSender(self, self.models)
+        self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
+        self.updated = False  # whether there was an update
+        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
+
+    # -- start
+
+    def _check_server(self, server: Server) -> None:
+        self.call(server, "GET", "/health", timeout_s=30)
+        served = self._served_model(server)
+        with self.reading("a configuration of another form (vLLM 0.24 or later is needed)"):
+            if served.workers < 1:
+                raise ValueError("a server has at least one worker")
+            check_served(served, server.url, self.info.max_length, self.options.dtype, self.tied)
+        self.models[server.url] = served
+        self._check_vocabulary(server)
+
+    def _join(self, server: Server) -> None:
+        self.call(server, "POST", *self.resume)
+        if self.asleep:
+            self.call(server, "POST", f"/sleep?level={self.settings.sleep_level}")
+
+    def _proof(self, server: Server) -> Any:
+        if not all(served.has_extension for served in self.models.values()):
+            return super()._proof(server)
+        return self.field(self.call(server, "POST", "/collective_rpc", {"method": "assay_digests"}), "results", list)
+
+    def _served_model(self, server: Server) -> ServedModel:
+        listed = self.call(server, "GET", "/v1/models", timeout_s=30)
+        with self.reading(f"{excerpt(str(listed), 80)!r} instead of a list of models"):
+            models = {
+                encodable(one["id"]): int(one["max_model_len"]) for one in listed["data"] if not one.get("parent")
+            }
+            name = self.settings.model or next(iter(models))
+        if name not in models:
+            raise UserError(f"{server.url} serves {excerpt(', '.join(models))}: set vllm.model to one of them")
+        try:
+            info = self.call(server, "GET", "/server_info?config_format=json", timeout_s=120)
+        except ServerUnreachable:
+            raise
+        except ServerError:
+            raise UserError(f"the vLLM server {server.url} does not accept weights: {DEVELOPMENT}") from None
+        return ServedModel(name, models[name], self.field(info, "vllm_config", dict))
+
+    def _check_vocabulary(self, server: Server) -> None:
+        """The last token of the vocabulary must be accepted.
+
+        A larger vocabulary is found by the first weight update, whose shapes differ: vLLM 0.24 does not reject tokens
+        beyond the vocabulary, and one of them could end the server.
+        """
+        body = {"model": self.models[server.url].name, "prompt": [self.info.vocab_size - 1], "max_tokens": 1}
+        try:
+            self.call(server, "POST", COMPLETIONS, body, timeout_s=120)
+        except ServerUnreachable:
+            raise
+        except ServerError as error:
+            if "vocabulary" not in str(error):
+                raise
+            raise UserError(
+                f"the vLLM server {server.url} serves another model: its vocabulary is smaller than the policy's "
+                f"{self.info.vocab_size} tokens; start it with the model of model.source"
+            ) from None
+
+    def _prepare(self) -> None:
+        """Choose the transport, and resume servers that an earlier run has left paused or asleep."""
+        if self._asleep():
+            self.call_all("POST", "/wake_up")
+        self.call_all("POST", *self.resume)
+        device, dtype = torch.device(self.options.device), self.options.dtype
+        self.transport = self.sender.choose_transport(self.settings, device, dtype, self.size)
+
+    # -- requests
+
+    def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
+        params = job.request.params
+        if 0 < params.temperature < LOWEST_TEMPERATURE:
+            raise UserError(f"vLLM has no temperatures between 0 and {LOWEST_TEMPERATURE}: {params.temperature:g}")
+        limit = job.limit - len(drawn)
+        body: dict[str, Any] = {
+            "model": self.models[server.url].name,
+            "prompt": [*job.tokens, *drawn],
+            "max_tokens": limit,
+            "min_tokens": min(limit, max(0, params.min_new_tokens - len(drawn))),
+            "temperature": params.temperature,
+            # Also those that are off: otherwise the defaults of the model's generation config apply.
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # end tokens are among the stop tokens
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+        }
+        if params.forbidden_token_ids:
+            body["logit_bias"] = {str(token): FORBIDDEN_BIAS for token in params.forbidden_token_ids}
+        if params.temperature and self.settings.seeds:
+            body["seed"] = sample_seed(job.request.seed, sample, len(drawn))
+        return body
+
+    def _part(self, answer: Any, job: Job) -> SampledPart:
+        with self.reading("no token ids or no log-probabilities (vLLM 0.24 or later is needed)"):
+            (choice,) = answer["choices"]
+            ids, logprobs = choice["token_ids"] or [], (choice["logprobs"] or {}).get("token_logprobs") or []
+            reason = str(choice["finish_reason"])
+        if reason not in FINISH and reason != "abort":
+            raise self.garbage(f"the finish reason {excerpt(reason, 30)!r}")
+        return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
+
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        if temperature != 1.0:
+            raise UserError("vLLM scores given tokens at temperature 1 only")
+        name = self.models[server.url].name
+
+        async def score(sequence: Sequence[int]) -> list[float]:
+            ids = [int(token) for token in sequence]
+            answer = await self.post(server, COMPLETIONS, {"model": name, **prompt_body(ids)}, tokens=len(ids))
+            with self.reading("no log-probabilities of the prompt"):
+                return prompt_scores(answer, ids)
+
+        return await asyncio.gather(*map(score, sequences))
+
+    # -- weights
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        super().update_weights(source, version)
+        if not self.updated:  # only now the names of the weights on both sides are known
+            self.updated = True
+            able = replace(self.info.capabilities, fingerprint=self.digests() is not None)
+            self.info = replace(self.info, capabilities=able)
+
+    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def recorded() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights:
+                shapes[name] = tuple(weight.shape)
+                yield name, weight
+
+        super()._publish(recorded(), version)
+        self.published = shapes
+
+    def _allocate(self, *tags: str) -> None:
+        for tag in tags if self.asleep else ():
+            self.call_all("POST", f"/wake_up?tags={tag}")
+
+    def digests(self) -> dict[str, str] | None:
+        """Digest of each served weight by its Hugging Face name; None if a server cannot compute them.
+
+        If servers differ, those of one that differs from the first.
+        """
+        return self.ranks.on_main(self._digests)
+
+    def _digests(self) -> dict[str, str] | None:
+        if not all(served.has_extension for served in self.models.values()):
+            return None
+        results = self.sender.rpc("assay_digests")
+        if any(len(workers) != 1 or not is_digests(workers[0]) for workers in results):
+            return None
+        first: dict[str, str] = results[0][0]
+        if set(first) != set(self.published):
+            return None  # another architecture, whose names in vLLM differ
+        return next((workers[0] for workers in results if workers[0] != first), first)
+
+    def fingerprint(self) -> str | None:
+        digests = self.digests() if self.info.capabilities.fingerprint else None
+        return None if digests is None else digest_of(digests)
+
+    # -- memory
+
+    def _sleep(self) -> None:
+        able = all(served.setting("model_config", "enable_sleep_mode") for served in self.models.values())
+        if not able:
+            raise UserError(
+                "engine.sleep_while_training needs vLLM servers with --enable-sleep-mode, on GPUs: restart them with "
+                "it, or switch the setting off"
+            )
+        self.call_all("POST", f"/sleep?level={self.settings.sleep_level}")
+        self.weights_dropped = self.settings.sleep_level == 2
+
+    def _wake(self) -> None:
+        if self.weights_dropped:
+            raise UserError("the weights were dropped by vllm.sleep_level = 2: update them before sampling, or use 1")
+        if self._asleep():
+            self.call_all("POST", "/wake_up")
+        self.call_all("POST", *self.resume)
+
+    def _asleep(self) -> bool:
+        return any(self.field(answer, "is_sleeping", bool) for answer in self.call_all("GET", "/is_sleeping"))
+
+    def _reset_prefix_cache(self) -> None:
+        self.call_all("POST", "/reset_prefix_cache")
+
+
+def encodable(name: str) -> str:
+    """A name that a server returned, if it can be sent back."""
+    name.encode()
+    return name
+
+
+def is_digests(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+
+
+def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dtype, tied: bool) -> None:
+    """Raise a `UserError` that says how to restart a server that does not fit. `tied`: whether the head is."""
+    if tied and not served.has_extension and served.setting("device_config", "device") == "cpu":
+        raise UserError(
+            f"the vLLM server {url} runs on a CPU, where vLLM does not reload a tied head: restart it with "
+            f"--worker-extension-cls {EXTENSION}, as docs/engines.md describes"
+        )
+    if served.max_length < max_length:
+        raise UserError(
+            f"the vLLM server {url} serves {served.max_length} tokens per sequence and the run needs {max_length}: "
+            f"restart it with --max-model-len {max_length}, or set model.max_length = {served.max_length}"
+        )
+    if (mode := excerpt(str(served.setting("model_config", "logprobs_mode")), 40)) != "processed_logprobs":
+        raise UserError(
+            f"the vLLM server {url} has --logprobs-mode {mode}, which is before the temperature: restart it with "
+            "--logprobs-mode processed_logprobs"
+        )
+    name = str(dtype).removeprefix("torch.")
+    other = excerpt(str(served.setting("model_config", "dtype")), 40).removeprefix("torch.")
+    if other != name:
+        raise UserError(
+            f"the vLLM server {url} computes in {other} and engine.dtype is {name}: set engine.dtype to {other}, or "
+            f"restart the server with --dtype {name}"
+        )

@@ -1,0 +1,233 @@
+"""The routes of the server: the OpenAI API, health and metrics.
+
+See `trainer_api` for those of our trainer, and `classify` for those of a classification model.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from assay.server import metrics as names
+from assay.server.metrics import CLOSED
+from assay.server.protocol import ApiError, Generation, error_body
+from assay.server.responses import AnswerWriter, StreamWriter, error_event
+from assay.server.running import RunningSamples, until_disconnect
+from assay.server.service import JSON, HttpService, Service, error_response, json_response
+from assay.server.trainer_api import trainer_routes
+from assay.system.http_server import is_same_origin
+from assay.types import Completion
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Gate:
+    """Checks keys, host names and origins, and counts responses; wraps the application."""
+
+    def __init__(self, app: Any, service: HttpService) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status = 0
+
+        async def counted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if error := self._refusal(scope):
+                await error_response(error)(scope, receive, counted)
+            else:
+                await self.app(scope, receive, counted)
+        finally:
+            closed = scope.get("assay.closed", False) or not status
+            self.service.metrics.count_request(endpoint_of(scope["path"]), CLOSED if closed else status)
+
+    def _refusal(self, scope: Any) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if api_key := self.service.api_key:
+            if scope["path"] == "/health":
+                return None
+            given = headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode("latin-1"), b"Bearer " + api_key.encode()):
+                return ApiError(
+                    401, "wrong or missing API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+                )
+        else:  # bound to the loopback interface
+            # A web page can make a browser send requests here, also under a host name of its own.
+            host = headers.get("host", "")
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name.lower() not in LOCAL_NAMES:
+                return ApiError(403, f"the host '{host[:100]}' is not this server: use http://127.0.0.1")
+            if not is_same_origin(headers):
+                return ApiError(403, "requests of web pages need an API key: start the server with --api-key-env NAME")
+        return None
+
+
+def endpoint_of(path: str) -> str:
+    known = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/classify": "classify"}
+    if path in known:
+        return known[path]
+    return next((name for name in ("models", "engine") if path.startswith((f"/v1/{name}", f"/{name}/"))), "other")
+
+
+async def on_api_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def on_http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = error_body(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    return Response(body, error.status_code, error.headers, media_type=JSON)
+
+
+async def on_other_error(request: HttpRequest, error: Exception) -> Response:
+    return Response(error_body(500, "internal error: see the server's log"), 500, media_type=JSON)
+
+
+class GenerationResponse(Response):
+    """Generates answers, whole or as a stream. The requests are aborted when the client disconnects."""
+
+    def __init__(self, service: Service, generation: Generation) -> None:
+        self.service, self.generation, self.started = service, generation, time.perf_counter()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        service, generation = self.service, self.generation
+        with service.admitted(generation.samples):
+            service.metrics.add(names.PROMPT_TOKENS, generation.prompt_tokens)
+            async with until_disconnect(scope, receive):
+                with RunningSamples(service.client, generation.requests()) as samples:
+                    await (self._stream if generation.stream else self._whole)(samples, scope, receive, send)
+                service.metrics.observe(names.LATENCY, time.perf_counter() - self.started)
+
+    async def _whole(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
+        service, completions = self.service, dict(enumerate(await samples.completions()))
+        writer = AnswerWriter(self.generation, service.renderer, service.texts, service.model)
+        body = writer.body(completions, await self._likely_tokens(completions))
+        service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens)
+        await Response(body, media_type=JSON)(scope, receive, send)
+
+    async def _likely_tokens(self, completions: dict[int, Completion]) -> dict[int, Any]:
+        """The alternatives to each token of the answers, by choice, from one more pass over prompts and answers."""
+        generation = self.generation
+        if not generation.top_logprobs:
+            return {}
+        prompts = [generation.prompts[index // generation.params.n] for index in completions]
+        pairs = zip(prompts, completions.values(), strict=True)
+        sequences = [[*prompt, *completion.token_ids] for prompt, completion in pairs]
+        temperature = generation.params.temperature or 1.0
+        starts = [*map(len, prompts)]
+        found = await self.service.call("top_logprobs", sequences, starts, generation.top_logprobs, temperature)
+        return dict(zip(completions, found, strict=True))
+
+    async def _stream(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
+        service = self.service
+        writer = StreamWriter(self.generation, service.renderer, service.texts, service.model)
+        started = False
+        left, counted = self.generation.samples, 0
+        while left:
+            parts: list[str] = []
+            try:
+                events = await samples.events()
+            except ApiError as error:
+                if not started:
+                    raise
+                await send({"type": "http.response.body", "body": error_event(error.body), "more_body": False})
+                return
+            for index, event in events:
+                left -= isinstance(event, Completion)
+                parts.append(writer.chunk(index, event))
+            if not started:
+                started = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                parts.insert(0, writer.opening())
+                service.metrics.observe(names.FIRST_TOKEN, time.perf_counter() - self.started)
+            service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens - counted)
+            counted = writer.sampled_tokens
+            body = "".join(parts).encode()
+            if left and body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": body + writer.closing(), "more_body": False})
+
+
+def make_app(service: Service) -> Any:
+    """The ASGI application of a language model."""
+    parser = service.parser
+
+    async def completions(request: HttpRequest) -> Response:
+        return GenerationResponse(service, await service.parse(request, parser.completion))
+
+    async def chat_completions(request: HttpRequest) -> Response:
+        return GenerationResponse(service, await service.parse(request, parser.chat_completion))
+
+    no_classifier = f"'{service.model}' is a language model: /classify needs a classification model"
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        unsupported("/classify", no_classifier),
+        *trainer_routes(service),
+    ]
+    return with_common_routes(routes, service)
+
+
+def with_common_routes(routes: Sequence[BaseRoute], service: HttpService) -> Any:
+    """The ASGI application with these routes, and those that do not depend on the kind of model."""
+
+    async def models(request: HttpRequest) -> Response:
+        return json_response({"object": "list", "data": [model_entry(service)]})
+
+    async def one_model(request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name != service.model:
+            raise ApiError(404, f"the model '{name[:100]}' does not exist", "model", "model_not_found")
+        return json_response(model_entry(service))
+
+    async def health(request: HttpRequest) -> Response:
+        return json_response({"status": "ok"})
+
+    async def prometheus(request: HttpRequest) -> Response:
+        text = service.metrics.render(*await service.state())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    common = [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/health", health),
+        Route("/metrics", prometheus),
+    ]
+    handlers: Any = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_other_error}
+    return Gate(Starlette(routes=[*routes, *common], exception_handlers=handlers), service)
+
+
+def unsupported(path: str, message: str) -> Route:
+    """A route of another kind of model: its requests are answered with 404 and this message."""
+
+    async def refuse(request: HttpRequest) -> Response:
+        raise ApiError(404, message)
+
+    return Route(path, refuse, methods=["POST"])
+
+
+def model_entry(service: HttpService) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "assay",
+        "max_model_len": service.max_length,
+    }

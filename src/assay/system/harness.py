@@ -1,0 +1,370 @@
+"""Run a program that a model wrote, and its tests, in two processes that exchange plain values.
+
+The tests run in a process of their own. There, a function of the program is a `RemoteObject`: a call sends the
+arguments to the process of the program, and returns what comes back as plain values (see `plain`). So the program sees
+neither the tests nor the expected values, and whether a test passes is decided where the program has no access.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from assay.system.json_values import PlainDecoder, PlainEncoder, TooLarge, difference, shown
+from assay.system.pipe_messages import BadMessage, JsonReader, encode_json, send_bytes, send_json
+from assay.types import describe_error, excerpt
+
+MODULE = "program"  # the program's __name__
+MAX_MESSAGE = 1 << 20  # bytes of one value or list of arguments
+MAX_ITERATIONS = 100_000
+MAX_DETAIL = 300
+FOREVER_S = 86_400.0
+
+
+class ProgramServer:
+    """In the process of the program: runs it, then answers requests from the tests."""
+
+    def __init__(self, requests: int, replies: int) -> None:
+        self._requests, self._replies = JsonReader(requests), replies
+        self._objects: list[Any] = []
+        self._module = ModuleType(MODULE)
+
+    def serve(self, source: str) -> NoReturn:
+        self._send(self._load(source))
+        while True:
+            try:
+                request = self._requests.receive(time.monotonic() + FOREVER_S)
+            except EOFError:
+                os._exit(0)
+            self._send(self._answer(request))
+
+    def _load(self, source: str) -> dict[str, Any]:
+        sys.modules[MODULE] = self._module
+        try:
+            code = compile(source, f"<{MODULE}>", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+            return {"kind": "syntax", "error": describe_error(error)}
+        try:
+            exec(code, self._module.__dict__)
+        except BaseException as error:
+            return {"kind": "raised", "error": describe_error(error)}
+        return {"kind": "loaded"}
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"kind": "value", **self._perform(request)}
+        except BaseException as error:  # also SystemExit and the program's own exceptions
+            return {"kind": "raised", "type": type(error).__name__, "error": describe_error(error)}
+
+    def _perform(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["kind"] == "names":
+            defined = self._module.__dict__
+            return self._value({name: defined[name] for name in request["names"] if name in defined})
+        target = self._objects[request["object"]]
+        decoder = PlainDecoder(lambda number, _: self._objects[number])
+        arguments = [decoder.decode(argument) for argument in request["arguments"]]
+        if request["kind"] == "call":
+            named = {name: decoder.decode(value) for name, value in request["named"].items()}
+            return self._value(target(*arguments, **named), arguments)
+        if request["kind"] == "attribute":
+            return self._value(getattr(target, *arguments))
+        if request["kind"] == "item":
+            return self._value(target[arguments[0]])
+        if request["kind"] == "elements":
+            return self._value(_elements(target))
+        return self._value({"length": len, "truth": bool}[request["kind"]](target))
+
+    def _value(self, value: Any, arguments: Sequence[Any] = ()) -> dict[str, Any]:
+        """Encode a result, and the arguments, which a function may have changed."""
+        encoder = PlainEncoder(self._keep)
+        mutable = {str(i): one for i, one in enumerate(arguments) if type(one) in (list, dict, set, bytearray)}
+        return {"value": encoder.encode(value), "changed": {i: encoder.encode(one) for i, one in mutable.items()}}
+
+    def _keep(self, value: Any) -> int:
+        self._objects.append(value)
+        return len(self._objects) - 1
+
+    def _send(self, reply: dict[str, Any]) -> None:
+        payload = encode_json(reply)
+        if len(payload) > MAX_MESSAGE:
+            error = f"the result is longer than {MAX_MESSAGE >> 20} MiB"
+            payload = encode_json({"kind": "raised", "type": "ValueError", "error": error})
+        send_bytes(self._replies, payload)
+
+
+def _elements(target: Any) -> list[Any]:
+    elements = []
+    for element in target:
+        elements.append(element)
+        if len(elements) > MAX_ITERATIONS:
+            raise TooLarge(f"it has more than {MAX_ITERATIONS:,} elements")
+    return elements
+
+
+class ProgramLost(BaseException):
+    """The program ended, or broke the protocol. Tests that catch all exceptions must not catch it."""
+
+
+class ProgramTimeout(BaseException):
+    """The time limit of the program is over."""
+
+
+class ProgramRaised(Exception):
+    """The program raised an exception that is not one of Python's own."""
+
+
+class RemoteObject:
+    """In the process of the tests: a function, class or other object of the program."""
+
+    def __init__(self, connection: ProgramConnection, number: int, type_name: str) -> None:
+        self._connection, self._number, self._type_name = connection, number, type_name
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._connection.call(self._number, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("attribute", name)
+
+    def __iter__(self) -> Any:
+        return iter(self._ask("elements"))
+
+    def __len__(self) -> int:
+        return self._ask("length")
+
+    def __bool__(self) -> bool:
+        return self._ask("truth")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __repr__(self) -> str:
+        return f"<{self._type_name}>"
+
+    def _ask(self, kind: str, *arguments: Any) -> Any:
+        return self._connection.ask(kind, self._number, arguments)
+
+
+class ProgramConnection:
+    """In the process of the tests: sends requests to the program. What comes back is not trusted."""
+
+    def __init__(self, requests: int, replies: int, timeout_s: float) -> None:
+        self._requests, self._replies = requests, JsonReader(replies)
+        self._deadline = time.monotonic() + timeout_s
+        self._decoder = PlainDecoder(lambda number, name: RemoteObject(self, number, name))
+        os.set_blocking(requests, False)
+
+    def wait_until_loaded(self) -> tuple[str, str]:
+        """Return "loaded", "syntax" or "raised", and the error."""
+        message = self._receive()
+        if message["kind"] not in ("loaded", "syntax", "raised"):
+            raise ProgramLost("the program sent an invalid message")
+        return message["kind"], str(message.get("error", ""))[:MAX_DETAIL]
+
+    def names(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the global variables that the program defines, of those with these names."""
+        values = self._exchange({"kind": "names", "names": list(names)})[0]
+        if not isinstance(values, dict):
+            raise ProgramLost("the program sent an invalid message")
+        return {name: values[name] for name in names if name in values}
+
+    def ask(self, kind: str, number: int, arguments: Sequence[Any]) -> Any:
+        sent = [PlainEncoder(_own_number).encode(argument) for argument in arguments]
+        return self._exchange({"kind": kind, "object": number, "arguments": sent})[0]
+
+    def call(self, number: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        encoder = PlainEncoder(_own_number)
+        request = {
+            "kind": "call",
+            "object": number,
+            "arguments": [encoder.encode(argument) for argument in arguments],
+            "named": {name: encoder.encode(value) for name, value in named.items()},
+        }
+        value, changed = self._exchange(request)
+        for index, argument in enumerate(arguments):
+            if str(index) in changed:
+                _replace(argument, changed[str(index)])
+        return value
+
+    def _exchange(self, request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        try:
+            send_bytes(self._requests, encode_json(request), self._deadline)
+        except TimeoutError:
+            raise ProgramTimeout from None
+        except BrokenPipeError:
+            raise ProgramLost("the program ended") from None
+        reply = self._receive()
+        if reply["kind"] == "raised":
+            raise _exception(str(reply.get("type")), str(reply.get("error"))[:MAX_DETAIL])
+        if reply["kind"] != "value" or not isinstance(reply.get("changed"), dict):
+            raise ProgramLost("the program sent an invalid message")
+        try:
+            changed = {index: self._decoder.decode(value) for index, value in reply["changed"].items()}
+            return self._decoder.decode(reply.get("value")), changed
+        except BadMessage as error:
+            raise ProgramLost(f"the program sent an invalid message: {error}") from None
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            return self._replies.receive(self._deadline, MAX_MESSAGE)
+        except TimeoutError:
+            raise ProgramTimeout from None
+        except EOFError:
+            raise ProgramLost("the program ended") from None
+        except BadMessage as error:
+            raise ProgramLost(f"the program sent an invalid message: {error}") from None
+
+
+def _own_number(value: Any) -> int:
+    if isinstance(value, RemoteObject):
+        return value._number
+    raise TypeError(f"a test passes {type(value).__name__} to the program: use plain values")
+
+
+def _replace(argument: Any, changed: Any) -> None:
+    """Give a list, dict or set the content that the program left in it."""
+    if type(argument) is not type(changed) or argument == changed:
+        return
+    if isinstance(argument, list | bytearray):
+        argument[:] = changed
+    elif isinstance(argument, dict | set):
+        argument.clear()
+        argument.update(changed)
+
+
+_SILENT = (
+    StopIteration,
+    StopAsyncIteration,
+)  # would end a loop of a test, such as all(map(f, values)), as if it passed
+
+
+def _exception(name: str, error: str) -> Exception:
+    """Return Python's own exception of this name, so that tests can expect it; else ProgramRaised."""
+    kind = getattr(builtins, name, None)
+    text = error.removeprefix(f"{name}: ")
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _SILENT:
+        try:
+            return kind(text)
+        except TypeError:  # UnicodeError needs more arguments
+            pass
+    return ProgramRaised(error)
+
+
+class TestSession:
+    """In the process of the tests: runs them and reports the outcome.
+
+    `tests`: {"setup": code, "tests": [code or {"call": code, "expected": JSON}], "names": [...] or None}. All code has
+    one namespace. `names` are the variables that the program has to define.
+    """
+
+    __test__ = False  # not a class of pytest
+
+    def __init__(self, tests: Mapping[str, Any]) -> None:
+        """Raises SyntaxError or another exception if a test is invalid."""
+        self._setup = compile(tests["setup"], "<setup>", "exec", dont_inherit=True)
+        self._tests = [_compiled(test) for test in tests["tests"]]
+        sources = [tests["setup"], *(_source(test) for test in tests["tests"])]
+        self._required = list(tests["names"] or ())
+        self._names = list(dict.fromkeys([*self._required, *_free_names(sources)]))
+        self._namespace: dict[str, Any] = {"__name__": "tests"}
+
+    def run(self, connection: ProgramConnection) -> dict[str, Any]:
+        """Return the report: the stage that was reached, which tests passed, and the first failure."""
+        passed: list[bool] = []
+        detail = ""
+        try:
+            stage, error = connection.wait_until_loaded()
+            if stage != "loaded":
+                return self._report(stage, passed, error)
+            self._namespace.update(connection.names(self._names))
+            missing = [name for name in self._required if name not in self._namespace]
+            if missing:
+                return self._report("raised", passed, f"the program does not define {missing[0]}")
+            exec(self._setup, self._namespace)
+            for text, check in self._tests:
+                why = check(self._namespace)
+                passed.append(not why)
+                detail = detail or (f"{excerpt(text, MAX_DETAIL // 2)}: {why}" if why else "")
+        except ProgramTimeout:
+            return self._report("timeout", passed, detail)
+        except ProgramLost as lost:
+            return self._report("lost", passed, detail or str(lost))
+        except Exception as raised:
+            return self._report("invalid", passed, f"the set-up of the tests failed: {describe_error(raised)}")
+        return self._report("done", passed, detail)
+
+    def _report(self, stage: str, passed: list[bool], detail: str) -> dict[str, Any]:
+        results = passed + [False] * (len(self._tests) - len(passed))
+        return {"kind": "report", "stage": stage, "passed": results, "detail": detail[: 2 * MAX_DETAIL]}
+
+
+Check = Callable[[dict[str, Any]], str]  # returns why a test failed, or an empty string
+
+
+def _compiled(test: str | Mapping[str, Any]) -> tuple[str, Check]:
+    """Compile a test; returns its text and a function that runs it."""
+    if isinstance(test, Mapping):
+        call = compile(test["call"].strip(), "<test>", "eval", dont_inherit=True)
+        return test["call"], lambda names: _caught(lambda: difference(eval(call, names), test["expected"]))
+    tree = ast.parse(test)
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Assert) and isinstance(last.test, ast.Compare):
+        compared = last.test
+        if len(compared.ops) == 1 and isinstance(compared.ops[0], ast.Eq):
+            return ast.unparse(compared.left), _equality(tree.body[:-1], compared.left, compared.comparators[0])
+    code = compile(tree, "<test>", "exec", dont_inherit=True)
+    return test, lambda names: _caught(lambda: exec(code, names))
+
+
+def _equality(before: list[ast.stmt], left: ast.expr, right: ast.expr) -> Check:
+    """A test that ends in `assert left == right`: it says what was compared, instead of the message of the test."""
+    prelude = compile(ast.Module(before, []), "<test>", "exec", dont_inherit=True)
+    sides = [compile(ast.Expression(side), "<test>", "eval", dont_inherit=True) for side in (left, right)]
+
+    def check(names: dict[str, Any]) -> str:
+        exec(prelude, names)
+        value, expected = (eval(side, names) for side in sides)
+        return "" if value == expected else f"{shown(value)} instead of {shown(expected)}"
+
+    return lambda names: _caught(lambda: check(names))
+
+
+def _caught(check: Callable[[], str | None]) -> str:
+    try:
+        return check() or ""
+    except AssertionError as error:
+        return describe_error(error) if str(error) else "the assertion is false"
+    except Exception as error:
+        return describe_error(error).removeprefix("ProgramRaised: ")
+    except SystemExit:
+        return "the test called sys.exit"
+
+
+def _source(test: str | Mapping[str, Any]) -> str:
+    return test if isinstance(test, str) else test["call"].strip()
+
+
+def _free_names(sources: Sequence[str]) -> list[str]:
+    """Return all names in the tests that are not Python's own: a program must not replace `len` or `set`."""
+    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and not hasattr(builtins, node.id)}
+    return sorted(names)
+
+
+def run_tests(tests: Mapping[str, Any], connect: Callable[[], ProgramConnection], outgoing: int) -> str:
+    """Run tests, send the report, and return its stage; `connect` is called when the tests are known to be valid."""
+    try:
+        session = TestSession(tests)
+        report = session.run(connect())
+    except Exception as error:
+        detail = f"the tests are invalid: {describe_error(error)}"
+        report = {"kind": "report", "stage": "invalid", "passed": [], "detail": detail}
+    send_json(outgoing, report)
+    return report["stage"]

@@ -1,0 +1,302 @@
+"""Asynchronous training: another thread samples groups while the learner updates the policy.
+
+Groups are started with the weights that the engine serves at that moment, and may be finished by later weights: the
+engine is updated while it generates. The staleness of a group is the version of the learner that trains on it minus the
+version that sampled its oldest token. It never exceeds `source.max_staleness` = k:
+
+- When the learner has version v, at most (k + 1) batches of groups are being sampled or wait to be trained. They fill
+  the batches of versions v to v + k.
+- A batch consists of the groups that are finished first, and of the oldest of these if there are more.
+- A group that would become too old is sampled again from its start, with the same seed. After `MAX_RESTARTS` of these,
+  the learner waits for the group instead, so that long answers cannot be restarted forever. With
+  `source.cancel_stale`, a group that is not finished by then is dropped, and another prompt takes its place.
+
+With several training processes, the main rank samples all groups, which needs engine servers, and shares each batch.
+
+k is at least 1. With `source.max_staleness = 0`, a run uses the on-policy source.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from assay.algos import Algorithm
+from assay.config import TrainConfig
+from assay.engine.base import Request
+from assay.engine.client import ClientThread
+from assay.rollout import Collector
+from assay.rollout.stream import GroupStream, Ticket
+from assay.training.progress import RunState, Schedule, Stopping
+from assay.training.sources import OnPolicySource, PromptStream, SampledGroups, version_of
+from assay.types import Group, Prompt, UserError
+
+MAX_RESTARTS = 2  # of a group, before the learner waits for it
+QUARTERS = 4  # restarted sequences are counted by their length, in quarters of the limit
+
+
+@dataclass
+class Tally:
+    """What engine and learner did since the last batch, for metrics."""
+
+    began: float = field(default_factory=time.perf_counter)
+    waited_s: float = 0.0  # the learner waited for groups
+    idle_s: float = 0.0  # nothing was being sampled
+    sampled_tokens: int = 0  # of finished groups
+    restarted: list[int] = field(default_factory=list)  # lengths of sequences that were sampled again
+    cancelled: list[int] = field(default_factory=list)  # lengths of sequences of groups that were dropped
+    expired: int = 0  # finished groups that were sampled again
+
+
+class Interrupted(Exception):
+    """A stop request came while the learner waited for groups."""
+
+
+class AsyncSource(OnPolicySource):
+    """Takes batches of the groups that another thread samples. See the description of this module."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        algo: Algorithm,
+        collector: Collector,
+        prompts: PromptStream,
+        schedule: Schedule,
+        stopping: Stopping | None = None,
+    ) -> None:
+        super().__init__(cfg, algo, collector, prompts, schedule, stopping)
+        self.max_staleness, self.cancels = cfg.source.max_staleness, cfg.source.cancel_stale
+        # Evaluations share the engine with the groups that are sampled meanwhile.
+        self.thread = collector.thread = ClientThread(collector.engine)
+        self.stream = GroupStream(collector, self.thread)
+        self._running: dict[int, Ticket] = {}  # by number
+        self._ready: list[tuple[Ticket, Group]] = []  # finished, not yet taken into a batch
+        self._activity = Tally()
+        self._unstarted: list[Ticket] = []  # of a resumed run
+        self._next_number = 0
+        self._seen_version = -1  # `_seen` are the prompts that were started with the weights of this version
+        self._numbers: dict[int, int] = {}  # of the tickets of the batch, by the id of its groups
+        self._idle_since = time.perf_counter()
+        self._before: tuple[dict[str, Any], list[Group]] | None = None  # state at the start of an interrupted `next`
+        self._loaded: list[Ticket] = []  # of the finished groups of a checkpoint
+        self._saved: list[Group] = []  # the finished groups of the last `state_dict`
+
+    def next(self, state: RunState) -> SampledGroups:
+        """Wait for the groups of a batch, and start those of later batches."""
+        if self.stopping:
+            self.stopping.check()
+        outcome = self.collector.mesh.on_main(lambda: self._next(state))
+        if outcome is None:
+            assert self.stopping is not None
+            self.stopping.check()
+            raise RuntimeError("sampling was interrupted without a stop request")
+        sampled, state.answers, state.tokens, self.prompts.cursor = outcome
+        return sampled
+
+    def _next(self, state: RunState) -> tuple[SampledGroups, int, int, int] | None:
+        """On the main rank: the batch, numbers of answers and tokens of the run, and the position of the next prompt.
+
+        None if a stop request has interrupted it.
+        """
+        self._before = self._state()
+        self._restart_stale(state.step)
+        self._numbers.clear()
+        try:
+            sampled = self._fill_batch(state)
+        except Interrupted:
+            return None
+        sampled.groups.sort(key=lambda group: self._numbers[id(group)])
+        self._start_groups(state)  # the engine goes on while the learner updates
+        self._measure(sampled, state.step)
+        self._before = None
+        return sampled, state.answers, state.tokens, self.prompts.cursor
+
+    def _take(self, count: int, state: RunState, answers: int) -> list[Group]:
+        """Wait for `count` groups and take the oldest; fewer if the run needs no more."""
+        self._receive(wait=False)
+        while self._needs_more(count, state.step):
+            self._start_groups(state, count, answers)
+            if not self._running:
+                break
+            started = time.perf_counter()
+            if self.stopping is None:
+                self._receive()
+            elif self.stopping.interruptible(self._receive) is None:
+                raise Interrupted
+            self._activity.waited_s += time.perf_counter() - started
+        self._ready.sort(key=lambda pair: (pair[0].version, pair[0].number))
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        self._numbers |= {id(group): ticket.number for ticket, group in taken}
+        groups = sorted((group for _, group in taken), key=lambda group: self._numbers[id(group)])
+        self.collector.check_verdicts(groups)
+        return groups
+
+    def _needs_more(self, count: int, step: int) -> bool:
+        """Whether groups are missing, or a group must be waited for because it cannot be restarted again."""
+        if len(self._ready) < count:
+            return True
+        tickets = self._running.values()
+        return any(t.restarts >= MAX_RESTARTS and step - t.version >= self.max_staleness for t in tickets)
+
+    def _receive(self, wait: bool = True) -> bool:
+        """Take the groups that have finished, and `wait` until there is one. Returns True: it was not interrupted."""
+        for ticket, group in self.stream.next(wait):
+            del self._running[ticket.number]
+            self._ready.append((ticket, group))
+            self._activity.sampled_tokens += sum(rollout.length for rollout in group.rollouts)
+            if not self._running:
+                self._idle_since = self.stream.finished_at
+        return True
+
+    def _restart_stale(self, step: int) -> None:
+        """Sample groups again, or drop them, that would be staler than allowed in the next batch."""
+
+        def is_stale(ticket: Ticket) -> bool:
+            return step - ticket.version > self.max_staleness
+
+        self._receive(wait=False)
+        stale = [ticket for ticket in self._running.values() if is_stale(ticket)]
+        for ticket in stale:
+            del self._running[ticket.number]
+        expired = [ticket for ticket, _ in self._ready if is_stale(ticket)]
+        self._ready = [pair for pair in self._ready if not is_stale(pair[0])]
+        lengths = self._activity.cancelled if self.cancels else self._activity.restarted
+        lengths += self.stream.drop(stale)
+        self._activity.expired += len(expired)
+        again = expired if self.cancels else [*stale, *expired]
+        self._start([replace(one, version=step, restarts=one.restarts + 1) for one in again])
+
+    def _start_groups(self, state: RunState, wanted: int = 0, answers: int = 0) -> None:
+        """Start as many groups as may be sampled now: the `wanted` ones of the step, and those of later steps."""
+        unstarted, self._unstarted = self._unstarted, []
+        self._start([replace(one, version=state.step) for one in unstarted])
+        present = len(self._running) + len(self._ready)
+        allowed = self.prompts_per_step * self.max_staleness + wanted
+        allowed = min(allowed, self._groups_left(state, wanted, answers))
+        if allowed > present:
+            self._start(self._new_tickets(allowed - present, state.step))
+
+    def _groups_left(self, state: RunState, wanted: int, answers: int) -> int:
+        """Number of groups that the rest of the run needs, at least."""
+        if self.schedule.budget:
+            return -(-(self.schedule.budget - state.answers - answers) // self.params.n)
+        return (self.schedule.total_steps - state.step - 1) * self.prompts_per_step + wanted
+
+    def _new_tickets(self, count: int, step: int) -> list[Ticket]:
+        if self._seen_version != step:
+            self._seen, self._seen_version = Counter(), step
+        accepted = self._next_accepted(count, step)
+        prompts = [prompt for _, prompt in accepted]
+        requests = self._requests(prompts, step, self._seen)
+        numbers = range(self._next_number, self._next_number + count)
+        self._next_number += count
+        return [
+            Ticket(number, position, prompt, request, step)
+            for number, (position, _), (prompt, request) in zip(numbers, accepted, requests, strict=True)
+        ]
+
+    def _requests(self, prompts: Sequence[Prompt], step: int, seen: Counter[str]) -> list[tuple[Prompt, Request]]:
+        """Requests that report their tokens as they are sampled, since they may be restarted."""
+        requests = self.collector.requests_for(prompts, self.params, (self.seed, step), seen)
+        return [(prompt, replace(request, stream=True)) for prompt, request in requests]
+
+    def _start(self, tickets: Sequence[Ticket]) -> None:
+        if not tickets:
+            return
+        if not self._running:
+            self._activity.idle_s += time.perf_counter() - max(self._idle_since, self._activity.began)
+        self._running |= {ticket.number: ticket for ticket in tickets}
+        self.stream.start(tickets)
+
+    def _measure(self, sampled: SampledGroups, step: int) -> None:
+        """Set the metrics of a batch."""
+        done, now = self._activity, time.perf_counter()
+        self._activity = Tally(now)
+        sampled.seconds, self.collector.seconds = dict(self.collector.seconds), {}
+        ages = [step - version_of(group) for group in sampled.groups]
+        elapsed = max(now - done.began, 1e-9)
+        sampled.seconds["wait"] = done.waited_s
+        sampled.metrics = {
+            "async/staleness": sum(ages) / max(len(ages), 1),
+            "async/staleness_max": float(max(ages, default=0)),
+            **{f"async/staleness_{age}": ages.count(age) / len(ages) for age in range(self.max_staleness + 1) if ages},
+            "async/queued": float(len(self._ready)),
+            "async/running": float(len(self._running)),
+            "async/engine_idle": min(done.idle_s / elapsed, 1.0),
+            "async/learner_idle": min(done.waited_s / elapsed, 1.0),
+            "async/tokens_per_s": done.sampled_tokens / elapsed,
+            "async/expired": float(done.expired),
+            **self._by_length("async/restarted", done.restarted),
+            **(self._by_length("async/cancelled", done.cancelled) if self.cancels else {}),
+        }
+
+    def _by_length(self, name: str, lengths: Sequence[int]) -> dict[str, float]:
+        """The number of sequences, and of those in each quarter of the longest possible length."""
+        limit = self.params.max_new_tokens
+        quarters = Counter(min(QUARTERS * length // limit, QUARTERS - 1) for length in lengths)
+        counts = {f"{name}_q{quarter + 1}": float(count) for quarter, count in sorted(quarters.items())}
+        return {name: float(len(lengths))} | counts
+
+    def close(self) -> None:
+        """End the thread. Groups that are being sampled are dropped."""
+        self.stream.close()
+        self.thread.close()
+        self.collector.thread = None
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Includes every group that was started and not trained. If `next` was interrupted: as before that."""
+        state, self._saved = self._before or self._state()
+        return state
+
+    def saved_groups(self) -> list[Group]:
+        """The finished groups of the last `state_dict`, in its order."""
+        return self._saved
+
+    def _state(self) -> tuple[dict[str, Any], list[Group]]:
+        self._receive(wait=False)
+        running = sorted([*self._running.values(), *self._unstarted], key=lambda ticket: ticket.number)
+        own = {
+            "next_number": self._next_number,
+            "running": [saved_ticket(ticket) for ticket in running],
+            "finished": [saved_ticket(ticket) for ticket, _ in self._ready],
+            "seen": dict(self._seen),
+            "seen_version": self._seen_version,
+        }
+        return {"cursor": self.prompts.cursor, "source": own}, [group for _, group in self._ready]
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        super().load_state_dict(saved)
+        if self._running:  # all servers had failed: groups are sampled again
+            self.stream.close()
+            self.stream, self._running, self._before = GroupStream(self.collector, self.thread), {}, None
+        self._ready = []
+        own = saved.get("source") or {}
+        self._next_number = own.get("next_number", 0)
+        self._seen, self._seen_version = Counter(own.get("seen", {})), own.get("seen_version", -1)
+        self._unstarted = [self._restored(**ticket) for ticket in own.get("running", ())]
+        self._loaded = [self._restored(**ticket) for ticket in own.get("finished", ())]
+
+    def load_groups(self, groups: Sequence[Group]) -> None:
+        """The finished groups of the checkpoint whose state was loaded."""
+        if len(groups) != len(self._loaded):
+            raise UserError(
+                f"the checkpoint has {len(groups)} finished groups, and its state names {len(self._loaded)}: resume "
+                "from another checkpoint"
+            )
+        self._ready.extend(zip(self._loaded, groups, strict=True))
+
+    def _restored(self, number: int, position: int, seed: int, version: int, restarts: int) -> Ticket:
+        prompt = self.prompts.at(position)
+        ((_, request),) = self._requests([prompt], 0, Counter())
+        return Ticket(number, position, prompt, replace(request, seed=seed), version, restarts)
+
+
+def saved_ticket(ticket: Ticket) -> dict[str, int]:
+    """A ticket as JSON: its prompt is found by its position."""
+    entries = {name: getattr(ticket, name) for name in ("number", "position", "version", "restarts")}
+    return entries | {"seed": ticket.request.seed}

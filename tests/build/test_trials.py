@@ -1,0 +1,217 @@
+"""Trials before a run: worked solutions, unknown words, the environment, and an update with the user's code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from small_run import SmallRuns, mostly_slow
+
+from assay.build.run import assemble
+from assay.build.trials import check_demonstrations, try_update, unknown_prompt_words
+from assay.models import fingerprint
+from assay.runs.console import Console
+from assay.tasks import make_task
+from assay.text import Renderer, char_tokenizer, word_tokenizer
+from assay.training.ranks import start_mesh
+from assay.types import Message, Prompt, UserError
+
+CODE = """
+import torch
+from assay.envs import Env
+
+def floats(rewards):
+    return [float(r.mean()) for r in rewards]
+
+def zeros(rewards):
+    return [0 * r for r in rewards]
+
+def misspelled(rewards):
+    return rewrads
+
+def mean_loss(logprobs, behaviour, advantages, low, high):
+    return -(advantages * logprobs).mean(), {}
+
+def detached(logprobs, behaviour, advantages, low, high):
+    return -advantages * logprobs.detach(), {}
+
+def wrong_signature(logprobs, advantages):
+    return -advantages * logprobs, {}
+
+def infinite(logprobs, behaviour, advantages, low, high):
+    return logprobs / 0, {}
+
+class Broken(Env):
+    name = "broken"
+
+    def reset(self, *, seed=None, options=None):
+        return f"state {seed}", {}
+
+    def step(self, action):
+        return 1 / 0
+
+class Fine(Broken):
+    name = "fine"
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+"""
+
+
+def problem(name: str, solution: str | None, question: str = "1 + 1 ?") -> Prompt:
+    return Prompt(name, (Message(role="user", content=question),), "2", solution)
+
+
+def warnings_of(solutions: Sequence[str | None], max_length: int = 64) -> list[str]:
+    prompts = [problem(f"p{number}", solution) for number, solution in enumerate(solutions)]
+    return list(check_demonstrations(prompts, Renderer(char_tokenizer()), max_length))
+
+
+def test_solutions_that_are_too_long_empty_or_unreadable_are_counted() -> None:
+    assert not warnings_of(["2", "it is 2"])
+    long, empty, unknown = warnings_of(["2", "2" * 80, "", " ", "2", "two é"])
+    assert "1 of 6 worked solutions" in long and "(e.g. p1)" in long and "model.max_length" in long
+    assert "2 of 6 worked solutions are empty (e.g. p2)" in empty
+    assert "1 of 6 worked solutions" in unknown and "'é' in p5" in unknown and "model.tokenizer" in unknown
+
+
+def test_missing_solutions_and_full_contexts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"2 of 3 problems have no worked solution.*p1.*sft.steps"):
+        warnings_of(["2", None, None])
+    with pytest.raises(UserError, match=r"fill the context of 9 tokens.*model.max_length"):
+        warnings_of(["2"], max_length=9)
+
+
+def test_prompts_with_words_unknown_to_a_word_tokenizer_are_counted() -> None:
+    renderer = Renderer(word_tokenizer(["1", "+", "?"]))
+    prompts = [problem("a", None), problem("b", None, "1 plus 1 ?")]
+    (warning,) = unknown_prompt_words("train", prompts, renderer)
+    assert "1 of 2 train prompts" in warning and "'plus' in b" in warning
+
+
+def test_rows_of_a_file_beyond_the_first_are_checked_for_solutions_and_space() -> None:
+    renderer = Renderer(char_tokenizer())
+    rows = [problem(f"p{number}", "2") for number in range(1500)]
+    rows[1400] = problem("late", None)
+    with pytest.raises(UserError, match=r"1 of 1,500 problems have no worked solution.*late"):
+        list(check_demonstrations(rows, renderer, 64, limit=1000))
+    rows[1400] = problem("long", "2", question="1 + 1 ? " * 20)
+    with pytest.raises(UserError, match=r"1 of 1,500 prompts fill the context of 64 tokens.*long"):
+        list(check_demonstrations(rows, renderer, 64, limit=1000))
+    assert not list(check_demonstrations(rows, renderer, 512, limit=1000))
+
+
+def test_only_rows_that_could_fill_the_context_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, tokenized = Renderer(char_tokenizer()), []
+    worked_example = Renderer.worked_example
+
+    def counted(self: Renderer, prompt: Prompt) -> tuple[list[int], list[int]]:
+        tokenized.append(prompt.id)
+        return worked_example(self, prompt)
+
+    monkeypatch.setattr(Renderer, "worked_example", counted)
+    rows = [problem(f"p{number}", "2") for number in range(30)] + [problem("longer", "2", "1 + 1 ? " * 20)]
+    assert not list(check_demonstrations(rows, renderer, 180, limit=10))
+    assert tokenized == [*(f"p{number}" for number in range(10)), "longer"]
+
+
+def test_rows_of_files_in_a_mix_are_all_checked(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} ?", "answer": n, "solution": f"{n}"} for n in range(40)]
+    del rows[33]["solution"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parts = [{"name": "jsonl", "path": str(tmp_path / "rows.jsonl"), "args": {"val_size": 0}}, {"name": "abacus"}]
+    prompts = make_task("mix", tasks=parts).prompts("train")
+    with pytest.raises(UserError, match="1 of 40 problems have no worked solution"):
+        list(check_demonstrations(prompts, Renderer(char_tokenizer()), 512, limit=4))
+
+
+def test_a_dry_run_and_an_evaluation_warn_of_unknown_words_in_evaluation_prompts(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = small.folder / "data"
+    data.mkdir()
+    for split, words in (("train", "a b"), ("validation", "a c"), ("test", "a é")):
+        rows = [{"question": f"{n} {words}", "answer": n} for n in range(20)]
+        (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
+    assert small.train(*own, "--dry-run") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "does not know" in line]
+    assert "5 of 5 test prompts" in line and "'é' in " in line
+    assert small.train(*own, "--train.steps", 1) == 0
+    capsys.readouterr()
+    assert small("eval", "run:small@last", "--eval.final_examples", 3) == 0
+    assert "3 of 3 test prompts contain words that the tokenizer does not know" in capsys.readouterr().out
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
+    (tmp_path / "code.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    return SmallRuns(tmp_path)
+
+
+FAILURES: dict[str, tuple[list[object], str]] = {
+    "an advantage that returns floats": (["--algo.advantage", "code.py:floats"], "one finite number per reward"),
+    "an advantage that raises": (["--algo.advantage", "code.py:misspelled"], "NameError"),
+    "a loss that returns a mean": (["--algo.policy_loss", "code.py:mean_loss"], "one value per token"),
+    "a loss without gradient": (["--algo.policy_loss", "code.py:detached"], "no gradient"),
+    "a loss with another signature": (["--algo.policy_loss", "code.py:wrong_signature"], "TypeError"),
+    "a loss that is not finite": (["--algo.policy_loss", "code.py:infinite"], "not finite in a trial update"),
+    "an environment whose step raises": (["--env", "code.py:Broken"], "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_dry_run_fails_where_a_run_would(name: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    words, message = FAILURES[name]
+    env = ["--task.args", "{}", "--task", "", "--model.tokenizer", "characters"] if "--env" in words else []
+    assert small.train("--dry-run", *words, *env) == 2
+    result = capsys.readouterr()
+    assert message in result.err and result.err.count("\n") == 1 and "Traceback" not in result.out + result.err
+    assert not small.runs.exists()
+
+
+def test_a_dry_run_warns_if_there_is_no_gradient(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.train("--dry-run", "--algo.advantage", "code.py:zeros") == 0
+    assert "no gradient: check algo.advantage" in capsys.readouterr().out
+
+
+def test_a_dry_run_steps_an_environment(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--env", "code.py:Fine", "--task", "", "--task.args", "{}", "--model.tokenizer", "characters")
+    assert small.train("--dry-run", *words) == 0, capsys.readouterr().err
+    assert "advantage and loss work" in capsys.readouterr().out
+
+
+SETTINGS: dict[str, list[object]] = {
+    "grpo with a reference": ["--algo.kl_coef", 0.1],
+    "ppo": ["--algo.recipe", "ppo"],
+    "a shared critic": ["--algo.recipe", "ppo", "--critic.trunk", "shared"],
+    "remax": ["--algo.recipe", "remax"],
+    "one sample": ["--algo.recipe", "reinforce", "--train.samples", 1, "--train.prompts", 1],
+    "lora": ["--lora.rank", 2, "--algo.kl_coef", 0.1],
+    "a separate process": ["--train.process", "separate"],
+    "long answers only": ["--sampling.min_new_tokens", 8, "--algo.mask_overlong", "true"],
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(SETTINGS, quick=["grpo with a reference", "ppo"]))
+def test_the_trial_update_works_with_all_kinds_of_algorithms(
+    name: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--dry-run", *SETTINGS[name]) == 0, capsys.readouterr().err
+    assert "advantage and loss work" in capsys.readouterr().out and not small.runs.exists()
+
+
+def test_the_trial_update_changes_no_weight(small: SmallRuns) -> None:
+    from assay.config import TrainConfig
+    from assay.config.settings import load_settings
+
+    cfg = load_settings(TrainConfig, small.config, {"optim.weight_decay": 0.1})
+    run = assemble(cfg, Console(quiet=True), "preset:nano", start_mesh(cfg), 0.0)
+    before = fingerprint(run.learner.policy.named_parameters())
+    with run.collector:
+        line = try_update(cfg, run.collector, run.learner, run.source.prompts.next(2))
+    assert "gradient norm" in line
+    assert fingerprint(run.learner.policy.named_parameters()) == before

@@ -1,0 +1,150 @@
+"""Rules that explain why a run cannot learn, on sequences of metrics. tests/training/test_diagnosed_runs.py: real runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metric_rows import CONFIG, errors, names, steps, summary
+
+from assay.checks import diagnose, diagnose_run, remember
+from assay.checks.history import FIRST, LAST, LONG
+from assay.runs import Run
+
+NO_SIGNAL = {"groups/zero_variance": 1.0, "advantage/zero": 1.0, "optim/skipped": 1.0, "weights/changed": 0.0}
+EQUAL = {**NO_SIGNAL, "reward/range": 0.0, "reward/std": 0.0}
+WRONG = {**EQUAL, "reward/mean": 0.0, "reward/correct": 0.0, "status/ok": 0.0, "status/wrong": 1.0}
+SOLVED = {**EQUAL, "reward/mean": 1.0, "reward/correct": 1.0, "status/ok": 1.0, "status/wrong": 0.0}
+UNCHANGED = {"weights/changed": 0.0, "optim/skipped": 1.0}
+CAUSES: dict[str, tuple[dict[str, Any], str]] = {  # metrics of every step, and a setting in the remedy
+    "judge_fails": ({"status/error": 0.2, "status/timeout": 0.4}, "reward.timeout_s (now 5.0)"),
+    "truncated": ({**WRONG, "length/truncated": 0.97}, "sampling.max_new_tokens (now 64)"),
+    "no_answer": ({**WRONG, "status/wrong": 0.05, "status/no_answer": 0.95}, "reward.extract (now boxed)"),
+    "never_rewarded": (WRONG, "task.args"),
+    "equal_rewards": ({**WRONG, "reward/mean": 0.25}, "task.args"),
+    "too_easy": (SOLVED, "harder problems"),
+    "equal_in_groups": ({**NO_SIGNAL, "sampling/entropy": 0.001}, "sampling.temperature (now 0.1)"),
+    "zero_advantages": ({**UNCHANGED, "advantage/zero": 1.0}, "algo.advantage"),
+    "not_finite": ({**UNCHANGED, "optim/non_finite": 1.0, "optim/grad_norm": float("nan")}, "optim.lr (now 1e-06)"),
+    "zero_gradient": ({**UNCHANGED, "optim/grad_norm": 0.0}, "algo.policy_loss"),
+    "tiny_updates": ({"weights/changed": 0.0}, "optim.lr (now 1e-06)"),
+    "masked": ({**UNCHANGED, "optim/grad_norm": None, "length/truncated": 1.0}, "algo.mask_overlong"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_cause_is_named_with_evidence_and_a_setting_to_change(name: str) -> None:
+    changes, remedy = CAUSES[name]
+    (cause,) = diagnose(steps(4, changes), CONFIG)
+    assert cause.name == name and remedy in cause.remedy and "in all 4 steps" in cause.evidence
+    assert cause.severity == ("warning" if name == "too_easy" else "error")
+    assert names(steps(2, changes), CONFIG, summary(0.2, 0.2, 0, 0)) == [name]  # at the end, any number of steps
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_few_steps_or_few_answers_are_no_evidence_during_a_run(name: str) -> None:
+    changes, _ = CAUSES[name]
+    assert not diagnose(steps(3, changes), CONFIG)
+    assert not diagnose(steps(8, changes, answers=4), CONFIG)
+    assert not errors([*steps(4, {}), *steps(LONG - 1, changes, first=5)], CONFIG)
+    assert not errors([*steps(8, changes), *steps(1, {}, first=9)], CONFIG)
+
+
+# If the reward falls at the same time, and answers become unreadable, endless or identical, the cause is the rate.
+LATE = dict.fromkeys(("no_answer", "truncated", "equal_in_groups"), "learning_rate_high")
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSES if name != "too_easy"])
+def test_cause_that_begins_late_is_reported_after_many_steps(name: str) -> None:
+    changes, _ = CAUSES[name]
+    late = {"reward/mean": 0.3, **changes} if name not in LATE else {**changes, "reward/mean": 0.1}
+    (cause,) = diagnose([*steps(9, {}), *steps(LONG, late, first=10)], CONFIG)
+    assert cause.name == LATE.get(name, name)
+    assert name in LATE or f"in the last {LONG} steps" in cause.evidence
+
+
+def test_most_frequent_status_and_reward_are_shown() -> None:
+    (cause,) = diagnose(steps(4, {**WRONG, "status/wrong": 0.3, "status/unparsable": 0.7}), CONFIG)
+    assert "no answer got a reward above 0" in cause.evidence and "unparsable, 70 %" in cause.evidence
+
+
+def test_an_environment_that_masks_all_actions_is_named_before_the_advantages() -> None:
+    (cause,) = diagnose(steps(4, {**UNCHANGED, "advantage/zero": 1.0, "turns/masked": 1.0}), CONFIG)
+    assert cause.name == "masked" and "info['masked']" in cause.remedy
+
+
+def test_answers_that_fill_the_context_need_a_longer_context() -> None:
+    (cause,) = diagnose(steps(4, {**WRONG, "length/truncated": 1.0, "length/max": 40.0}), CONFIG)
+    assert "model.max_length" in cause.remedy and "max_new_tokens" not in cause.remedy
+
+
+HEALTHY_RUNS: dict[str, list[dict[str, Any]]] = {
+    "rewards vary": steps(60, {}),
+    "all answers are cut off, but their rewards differ": steps(60, {"length/truncated": 1.0}),
+    "no answer is correct, but partial rewards differ": steps(60, {"reward/correct": 0.0, "reward/range": 0.5}),
+    "all problems are solved in the end": [*steps(30, {}), *steps(40, SOLVED, first=31)],
+    "the policy has converged": [*steps(9, {}), *steps(40, {**NO_SIGNAL, "reward/mean": 0.9}, first=10)],
+    "one sample per prompt and a batch baseline": steps(60, {"groups/zero_variance": 1.0, "advantage/zero": 0.1}),
+    "an engine without fingerprints": steps(60, {"weights/changed": None}),
+    "steps without signal now and then": [
+        row for n in range(1, 61) for row in steps(1, WRONG if n % 3 else {}, first=n)
+    ],
+    "a run of an earlier version": steps(
+        60, {"weights/changed": None, "reward/range": None, "advantage/zero": None, "groups/zero_variance": 0.9}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY_RUNS)
+def test_healthy_runs_have_no_cause_in_any_step_nor_at_the_end(name: str) -> None:
+    rows = HEALTHY_RUNS[name]
+    kept: list[Any] = []
+    for row in rows:
+        remember(kept, row)
+        assert not diagnose(kept, CONFIG)
+    assert not diagnose(rows, CONFIG, summary(0.2, 0.6, 20, 0, 1e-5))
+    assert names(rows, CONFIG, summary(0.2, 0.22, 5, 4, 0.9)) == ["not_significant"]  # only a note
+
+
+def test_runs_of_earlier_versions_are_diagnosed_by_their_gradient() -> None:
+    old = {"weights/changed": None, "reward/range": None, "advantage/zero": None, "optim/grad_norm": None}
+    assert names(steps(5, {**WRONG, **old}), CONFIG) == ["never_rewarded"]
+
+
+def test_significant_gain_overrules_all_causes() -> None:
+    assert not diagnose(steps(9, WRONG), CONFIG, summary(0.2, 0.6, 20, 0, 1e-5))
+
+
+def test_unchanged_verdicts_are_reported_at_the_end_unless_all_are_correct() -> None:
+    (cause,) = diagnose(steps(9, {}), CONFIG, summary(0.2, 0.2, 0, 0))
+    assert cause.name == "no_change" and "optim.lr (now 1e-06)" in cause.remedy and "50" in cause.evidence
+    assert not diagnose(steps(9, {}), CONFIG, summary(1.0, 1.0, 0, 0))
+    (cause,) = diagnose([], CONFIG, {**summary(0.2, 0.2, 0, 0), "steps": 0})  # supervised fine-tuning only
+    assert "sft.lr" in cause.remedy
+    readable = summary(0.2, 0.2, 0, 0)
+    readable["before"]["statuses"], readable["after"]["statuses"] = {"no_answer": 40}, {"wrong": 40}
+    assert not diagnose(steps(9, {}), CONFIG, readable)
+    rising = [*steps(8, {}), *steps(9, {"reward/mean": 0.6}, first=9)]
+    assert not diagnose(rising, CONFIG, summary(0.2, 0.2, 0, 0))
+    few = summary(0.2, 0.2, 0, 0)
+    few["after"]["n"] = 5
+    assert not diagnose(steps(9, {}), CONFIG, few)
+    assert not diagnose([], CONFIG, {"steps": 3, "before": None, "after": {"accuracy": 0.1}, "paired": None})
+
+
+def test_a_long_history_keeps_what_the_rules_need() -> None:
+    kept: list[Any] = []
+    for row in [*steps(100, {}), {"step": 100, "eval/accuracy": 0.5}, *steps(100, WRONG, first=101)]:
+        remember(kept, row)
+    assert len(kept) == FIRST + LAST and kept[0]["step"] == 1 and kept[-1]["step"] == 200
+    assert names(kept, CONFIG) == ["never_rewarded"]
+
+
+def test_a_run_folder_is_diagnosed_with_its_settings(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "small", "[sampling]\nmax_new_tokens = 64\n")
+    rows = steps(5, {**WRONG, "length/truncated": 1.0})
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (cause,) = diagnose_run(run)
+    assert cause.name == "truncated" and "sampling.max_new_tokens (now 64)" in cause.remedy

@@ -1,0 +1,288 @@
+"""What is special about the engine sglang (see also test_pausable.py), with a strict stand-in for the server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import logits_after, small_decoder, small_spec
+from http_parts import Answer, SmallServer
+from pausable_parts import POLICY, PROMPT, connected, decode
+from sglang_parts import RULES, FakeSGLang, problem_of
+from stepped import Stepped
+
+from assay.engine.base import Finished, Request, SamplingParams
+from assay.engine.client import generate
+from assay.engine.remote.http import ServerGarbage
+from assay.engine.remote.transport import IpcTransport
+from assay.integrations.sglang.engine import architecture_of
+from assay.models.fingerprint import fingerprint
+from assay.types import Finish, UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+sglang = partial(connected, "sglang")
+CPU = torch.device("cpu")
+
+
+def bodies(server: SmallServer, path: str = "/generate") -> list[Any]:
+    return [body for one, body in server.requests if one.split("?")[0] == path]
+
+
+def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_server_applies() -> None:
+    with sglang(FakeSGLang(POLICY, decode)) as (engine, servers):
+        generate(engine, [Request(PROMPT, SamplingParams(n=2, max_new_tokens=3), seed=9)])
+        sent = [body["sampling_params"] for body in bodies(servers[0])[-2:]]
+        expected = {"n": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_new_tokens": 3, "min_new_tokens": 0}
+        for params in sent:
+            assert {name: params[name] for name in expected} == expected
+        assert sent[0]["sampling_seed"] != sent[1]["sampling_seed"]
+
+
+def test_requests_of_both_servers_are_spread_and_samples_stay_in_order() -> None:
+    fakes = [FakeSGLang(POLICY, decode), FakeSGLang(POLICY, decode)]
+    with sglang(*fakes) as (engine, servers):
+        greedy = SamplingParams(n=2, temperature=0.0, max_new_tokens=4)
+        prompts = [[token, 2, 3] for token in range(6)]
+        groups = generate(engine, [Request(prompt, greedy, 0) for prompt in prompts])
+        for prompt, group in zip(prompts, groups, strict=True):
+            ids: list[int] = []
+            for _ in range(4):
+                ids.append(int(logits_after(POLICY, [*prompt, *ids])[-1].argmax()))
+            assert [one.token_ids for one in group] == [ids, ids]
+        assert [len(bodies(server)) - 1 for server in servers] == [6, 6]  # and one question about the vocabulary
+
+
+def test_end_tokens_of_the_server_that_are_not_stop_tokens_do_not_end_a_sample() -> None:
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
+    with sglang(FakeSGLang(POLICY, decode)) as (engine, _):
+        ids = generate(engine, [Request(PROMPT, greedy, 0)])[0][0].token_ids
+    stop = next(token for token in range(61) if token not in ids)
+    with sglang(FakeSGLang(POLICY, decode, end_tokens=(ids[2],))) as (engine, servers):
+        (whole,) = generate(engine, [Request(PROMPT, replace(greedy, stop_token_ids=(stop,)), 0)])[0]
+        assert whole.token_ids == ids and whole.finish is Finish.LENGTH and len(whole.versions) == 1
+        assert len(bodies(servers[0])) > 2  # the sample was continued
+        (cut,) = generate(engine, [Request(PROMPT, replace(greedy, stop_token_ids=(ids[2],)), 0)])[0]
+        assert cut.token_ids == ids[: ids.index(ids[2]) + 1] and cut.finish is Finish.STOP
+
+
+def test_an_aborted_sample_is_aborted_on_the_server() -> None:
+    fake = FakeSGLang(POLICY, decode, token_s=0.02)
+    with sglang(fake) as (engine, servers):
+        running = Stepped(engine)
+        request = running.add(Request(PROMPT, SamplingParams(n=2, max_new_tokens=40), 0))
+        while len(fake.running) < 2:
+            time.sleep(0.005)
+        running.abort([(request, 0)])
+        while not fake.aborted:
+            time.sleep(0.005)
+        (event,) = running.step()
+        assert isinstance(event, Finished) and event.sample == 1 and len(event.completion.token_ids) == 40
+        assert fake.aborted == [body["rid"] for body in bodies(servers[0], "/abort_request")]
+        assert len(fake.aborted) == 1
+
+
+@pytest.mark.parametrize("transport", ["folder", "shared"])
+def test_an_update_replaces_all_weights_of_all_servers(transport: str) -> None:
+    other = small_decoder(small_spec(), seed=5)
+    fakes = [FakeSGLang(POLICY, decode), FakeSGLang(POLICY, decode)]
+    with sglang(*fakes) as (engine, servers):
+        if transport == "shared":  # without a GPU, the bytes themselves are sent
+            engine.transport = IpcTransport(CPU, torch.float32, chunk_bytes=3000)
+        engine.update_weights(other, 3)
+        expected = fingerprint(other.weights())
+        assert [fingerprint(fake.model.weights()) for fake in fakes] == [expected, expected]
+        assert [fake.version for fake in fakes] == ["3", "3"]
+        kept = [call for call in fakes[0].calls if "update_weights" not in call][-3:]
+        assert kept == ["/pause_generation", "/flush_cache", "/continue_generation"]
+        if transport == "shared":
+            assert len(bodies(servers[0], "/update_weights_from_tensor")) > 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 60}, r"prompts of 53 tokens, .* sequences of 96: restart it with --context-length 112"),
+        ({"dtype": "bfloat16"}, r"has --dtype bfloat16 and engine.dtype is float32: restart it with --dtype float32"),
+        ({"architecture": "OPTForCausalLM"}, r"serves another model \(OPTForCausalLM, and the policy is a Qwen3"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_before_the_run(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message), sglang(FakeSGLang(POLICY, decode, **changes)):
+        pass
+
+
+@pytest.mark.parametrize("size", [60, 64])
+def test_a_server_with_another_vocabulary_is_refused(size: int) -> None:
+    other = small_decoder(small_spec(vocab_size=size))
+    with (
+        pytest.raises(UserError, match=f"its vocabulary has {size} tokens, and the policy's 61"),
+        sglang(FakeSGLang(other, decode)),
+    ):
+        pass
+
+
+def test_garbage_in_answers_fails_the_request_alone() -> None:
+    class Broken(FakeSGLang):
+        def sample(self, rid: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+            answer = super().sample(rid, prompt, params)
+            match params["max_new_tokens"]:
+                case 3:
+                    del answer["meta_info"]["finish_reason"]
+                case 4:
+                    answer["meta_info"]["output_token_logprobs"][0][0] = None
+                case 5:
+                    answer["meta_info"]["output_token_logprobs"] = []
+                case 6:
+                    answer["meta_info"]["finish_reason"] = {"type": "odd"}
+                case 7:
+                    answer["meta_info"]["output_token_logprobs"][0][1] = 61
+            return answer
+
+    with sglang(Broken(POLICY, decode)) as (engine, _):
+        for length, message in (
+            (3, "no finish reason or no log-probabilities"),
+            (4, "the log-probability None"),
+            (5, "0 tokens, where 1 to 5"),
+            (6, "the finish reason 'odd'"),
+            (7, "tokens, where 0 to 7 of the vocabulary"),
+        ):
+            with pytest.raises(UserError, match=message):
+                generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=length), 0)])
+        assert generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        *(("/server_info", {"pp_size": [61]}), ("/server_info", {"tp_size": -1}), ("/model_info", None)),
+        ("/server_info", {"max_req_input_len": None}),
+    ],
+)
+def test_garbage_at_the_start_is_one_line(path: str, changes: Any) -> None:
+    fake = FakeSGLang(POLICY, decode)
+
+    def broken(at: str, body: Any) -> Answer:
+        status, answer = fake(at, body)
+        return status, ({**answer, **changes} if changes else [answer]) if at == path else answer
+
+    broken.refused = fake.refused  # type: ignore[attr-defined]
+    with pytest.raises(ServerGarbage), sglang(broken):
+        pass
+
+
+@pytest.mark.parametrize("version", ["default", "2"])
+def test_weights_of_a_restarted_server_are_not_used(version: str) -> None:
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake) as (engine, _):
+        engine.update_weights(POLICY, 3)
+        request = Request(PROMPT, SamplingParams(max_new_tokens=2), 0)
+        assert generate(engine, [request])
+        fake.version = version
+        with pytest.raises(UserError, match=f"weights of version {version}, not 3: it was restarted"):
+            generate(engine, [request])
+
+
+@pytest.mark.parametrize("backup", [True, False])
+def test_sleeping_servers_are_woken_for_an_update_and_paused_around_it(backup: bool) -> None:
+    fake = FakeSGLang(POLICY, decode, cpu_backup=backup)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        assert fake.released == {"kv_cache", "weights"}
+        if backup:
+            engine.wake()
+            assert not fake.released and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+            engine.sleep()
+        else:
+            with pytest.raises(UserError, match=r"have dropped their weights: update them before sampling"):
+                engine.wake()
+        fake.calls.clear()
+        engine.update_weights(POLICY, 1)
+        resume = "/resume_memory_occupation"
+        expected = ["/pause_generation", resume, "/update_weights_from_disk", resume, "/flush_cache"]
+        assert fake.calls == [*expected, "/continue_generation"]
+        assert not fake.released and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+def test_a_server_without_memory_saver_cannot_sleep_and_one_that_sleeps_is_woken_at_the_end() -> None:
+    fake = FakeSGLang(POLICY, decode, memory_saver=False)
+    needed = "needs SGLang servers with --enable-memory-saver"
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _), pytest.raises(UserError, match=needed):
+        engine.sleep()
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        assert fake.released
+    assert not fake.released
+
+
+def test_an_update_that_failed_while_servers_slept_can_be_repeated() -> None:
+    """SGLang ends if memory is resumed twice; the stand-in refuses it."""
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        with pytest.raises(UserError, match="size mismatch"):
+            engine.update_weights(small_decoder(small_spec(intermediate=64)), 1)
+        assert fake.released == {"kv_cache"}
+        engine.update_weights(POLICY, 2)
+        assert not fake.released and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+def test_servers_stay_paused_while_they_sleep() -> None:
+    """A request of another program, such as a health check, would end a server without memory."""
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        assert fake.paused
+        engine.wake()
+        assert not fake.paused
+
+
+def test_a_process_does_not_wake_servers_that_it_shares_with_others() -> None:
+    fake = FakeSGLang(POLICY, decode)
+    with sglang(fake, options={"sleep_while_training": True}) as (engine, _):
+        engine.sleep()
+        fake.calls.clear()
+        request = Request(PROMPT, SamplingParams(max_new_tokens=2), 0)
+        engine.ranks.world = object()  # type: ignore[assignment]
+        with pytest.raises(UserError, match="several processes sleep: update weights or call wake"):
+            generate(engine, [request])
+        engine.ranks.world = None
+        assert "/resume_memory_occupation" not in fake.calls
+        assert generate(engine, [request])  # alone, it wakes them
+
+
+def test_a_server_that_an_earlier_run_has_left_paused_is_continued() -> None:
+    fake = FakeSGLang(POLICY, decode)
+    fake.paused = True
+    with sglang(fake) as (engine, _):
+        assert generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+def test_the_architecture_is_that_of_the_config() -> None:
+    assert architecture_of(POLICY) == "Qwen3ForCausalLM" and architecture_of(object()) == ""  # type: ignore[arg-type]
+
+
+def test_the_stand_in_refuses_what_sglang_would_not_accept() -> None:
+    fields = RULES["endpoints"]["/generate"]["fields"]
+    assert problem_of(fields, {"input_ids": [1], "sampling_params": {}, "rid": "a"}) == ""
+    assert problem_of(fields, {"input_ids": ["a"]}) and problem_of(fields, {"inputs": [1]})
+    disk = RULES["endpoints"]["/update_weights_from_disk"]["fields"]
+    assert "'model_path' is missing" in problem_of(disk, {"load_format": "auto"})
+    assert problem_of(RULES["endpoints"]["/pause_generation"]["fields"], {"mode": "wait"})
+    assert problem_of(RULES["sampling_params"], {"temperature": "1"})
+
+
+@pytest.mark.skipif("ASSAY_SGLANG_SOURCE" not in os.environ, reason="ASSAY_SGLANG_SOURCE names no source of SGLang")
+def test_the_rules_of_the_stand_in_are_those_of_the_source() -> None:
+    command = [sys.executable, str(ROOT / "dev" / "sglang_requests.py"), os.environ["ASSAY_SGLANG_SOURCE"]]
+    shown = subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    assert shown == (Path(__file__).parent / "sglang_requests.json").read_text()

@@ -1,0 +1,262 @@
+"""The OpenAI API, used with its official client."""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from serve_parts import (
+    NAME,
+    RunningServer,
+    byte_tokenizer,
+    metric_of,
+    renderer,
+    save_folder,
+    serving,
+    tiny_model,
+    until,
+)
+from transformers import AutoModelForCausalLM
+
+from assay.engine import Request, SamplingParams, generate, make_engine
+from assay.server.responses import TokenTexts
+
+PROMPT = "Ann has 7 coins."
+MESSAGES: Any = [{"role": "user", "content": "How many coins?"}]
+
+
+@pytest.fixture
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.api, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_folder(tiny_model(), tmp_path_factory.mktemp("model"))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def greedy(reference: Any, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities by transformers, without a cache."""
+    ids, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            last = reference(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(last.argmax()))
+            logprobs.append(float(last.max()))
+            if ids[-1] in renderer().stop_token_ids:
+                break
+    return ids[len(prompt) :], logprobs
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return renderer().decode(ids)
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == NAME and client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_greedy_completions_are_those_of_transformers(client: openai.OpenAI, reference: Any, kind: str) -> None:
+    ids = byte_tokenizer().encode(PROMPT)
+    expected, logprobs = greedy(reference, ids, 24)
+    prompt: Any = PROMPT if kind == "text" else ids
+    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=24, temperature=0, logprobs=0)
+    (choice,) = answer.choices
+    assert choice.text == text_of(expected) and choice.finish_reason in ("length", "stop")
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), len(expected))
+
+
+def test_greedy_chat_is_that_of_transformers(client: openai.OpenAI, reference: Any) -> None:
+    prompt = byte_tokenizer().hf.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    expected, logprobs = greedy(reference, prompt, 16)
+    answer = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, max_completion_tokens=16, temperature=0, logprobs=True
+    )
+    (choice,) = answer.choices
+    assert choice.message.content == text_of(expected) and choice.message.role == "assistant"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(logprobs, abs=1e-4)
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+
+
+def top_five(reference: Any, ids: Sequence[int], start: int, temperature: float) -> list[list[tuple[str, float]]]:
+    """The five most likely tokens by transformers at each position from `start` on."""
+    texts = TokenTexts(renderer())
+    with torch.no_grad():
+        rows = (reference(torch.tensor([list(ids)])).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+    best = [row.topk(5) for row in rows]
+    return [[(texts.of(int(t)), float(v)) for t, v in zip(one.indices, one.values, strict=True)] for one in best]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_top_logprobs_of_a_chat_are_those_of_transformers(
+    client: openai.OpenAI, reference: Any, temperature: float
+) -> None:
+    answer = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, max_completion_tokens=9, temperature=temperature, seed=1, n=2, logprobs=True,
+        top_logprobs=5, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    for choice in answer.choices:
+        ids, prompt = choice.token_ids, choice.prompt_token_ids  # type: ignore[attr-defined]
+        expected = top_five(reference, [*prompt, *ids], len(prompt), temperature or 1.0)
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == len(ids) == len(expected)
+        for own, likely in zip(choice.logprobs.content, expected, strict=True):
+            given = [(one.token, one.logprob) for one in own.top_logprobs]
+            assert [text for text, _ in given] == [text for text, _ in likely]
+            assert [value for _, value in given] == pytest.approx([value for _, value in likely], abs=1e-4)
+            if not temperature:
+                assert given[0] == (own.token, own.logprob)
+
+
+def test_top_logprobs_of_completions_are_a_map_per_token(client: openai.OpenAI, reference: Any) -> None:
+    ids = byte_tokenizer().encode(PROMPT)
+    expected, _ = greedy(reference, ids, 6)
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=5)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    # Bytes that are no characters have the same text; the most likely of them counts.
+    likely = [dict(reversed(own)) for own in top_five(reference, [*ids, *expected], len(ids), 1.0)]
+    assert [own.keys() for own in logprobs.top_logprobs] == [own.keys() for own in likely]
+    for own, wanted in zip(logprobs.top_logprobs, likely, strict=True):
+        assert own == pytest.approx(wanted, abs=1e-4)
+
+
+def test_lists_of_prompts_have_one_choice_per_prompt_and_sample(client: openai.OpenAI) -> None:
+    prompts = ["one", "two", "three"]
+    together = client.completions.create(model=NAME, prompt=prompts, n=2, max_tokens=8, seed=3)
+    assert [choice.index for choice in together.choices] == list(range(6))
+    for number, prompt in enumerate(prompts):
+        alone = client.completions.create(model=NAME, prompt=prompt, n=2, max_tokens=8, seed=3)
+        assert [c.text for c in alone.choices] == [c.text for c in together.choices[2 * number : 2 * number + 2]]
+
+
+def test_the_same_seed_gives_the_same_answer(client: openai.OpenAI) -> None:
+    ask = functools.partial(client.completions.create, model=NAME, prompt=PROMPT, max_tokens=30)
+    assert ask(seed=1).choices[0].text == ask(seed=1).choices[0].text
+    assert len({ask().choices[0].text for _ in range(3)}) == 3
+
+
+def test_samples_are_those_of_the_engine(client: openai.OpenAI, server: RunningServer) -> None:
+    params = SamplingParams(
+        n=3, max_new_tokens=20, temperature=0.7, top_p=0.8, stop_token_ids=renderer().stop_token_ids
+    )
+
+    engine = make_engine("native", tiny_model(), device="cpu", dtype=torch.float32)
+    ((*expected,),) = generate(engine, [Request(byte_tokenizer().encode(PROMPT), params, seed=5)])
+    answer = client.completions.create(
+        model=NAME, prompt=PROMPT, n=3, max_tokens=20, temperature=0.7, top_p=0.8, seed=5, logprobs=0,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    for choice, completion in zip(answer.choices, expected, strict=True):
+        assert choice.token_ids == completion.token_ids and choice.text == text_of(completion.token_ids)  # type: ignore[attr-defined]
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs == completion.engine_logprobs
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_streams_have_the_text_of_whole_answers(client: openai.OpenAI, count: int) -> None:
+    ask = functools.partial(client.completions.create, model=NAME, prompt=PROMPT, n=count, max_tokens=60, seed=7)
+    whole = ask()
+    texts, finishes = [""] * count, [""] * count
+    usage = None
+    for chunk in ask(stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            assert not finishes[choice.index], "a chunk after the end"
+            texts[choice.index] += choice.text
+            finishes[choice.index] = choice.finish_reason or ""
+    assert texts == [choice.text for choice in whole.choices]
+    assert finishes == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    assert any(ord(letter) > 127 for text in texts for letter in text)  # characters of several tokens
+
+
+def test_chat_streams_have_the_text_of_whole_answers(client: openai.OpenAI) -> None:
+    ask = functools.partial(client.chat.completions.create, model=NAME, messages=MESSAGES, max_tokens=40, seed=2)
+    whole = ask(logprobs=True).choices[0]
+    chunks = [chunk.choices[0] for chunk in ask(stream=True, logprobs=True)]
+    assert chunks[0].delta.role == "assistant"
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
+    assert chunks[-1].finish_reason == whole.finish_reason and {c.finish_reason for c in chunks[:-1]} == {None}
+    logprobs = [one.logprob for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content or []]
+    assert whole.logprobs is not None and logprobs == [one.logprob for one in whole.logprobs.content or []]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_end_before_the_stop_string(client: openai.OpenAI, stream: bool) -> None:
+    ask = functools.partial(client.completions.create, model=NAME, prompt=PROMPT, max_tokens=60, seed=7)
+    full = ask().choices[0].text
+    stop = full[20:23]
+    assert "\ufffd" not in stop
+    if stream:
+        chunks = [chunk.choices[0] for chunk in ask(stop=[stop, "never"], stream=True)]
+        text, finish = "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+    else:
+        (choice,) = ask(stop=[stop, "never"]).choices
+        text, finish = choice.text, choice.finish_reason
+    assert text == full[: full.index(stop)] and finish == "stop"
+
+
+def test_the_end_token_ends_an_answer_and_can_be_ignored(client: openai.OpenAI) -> None:
+    ask = functools.partial(client.completions.create, model=NAME, prompt=PROMPT, max_tokens=200, n=8, seed=1)
+    reasons = [choice.finish_reason for choice in ask().choices]
+    assert "stop" in reasons
+    ignoring = ask(extra_body={"ignore_eos": True})
+    assert {choice.finish_reason for choice in ignoring.choices} == {"length"}
+    assert ignoring.usage is not None and ignoring.usage.completion_tokens == 8 * 200
+
+
+@contextmanager
+def connected(server: RunningServer, body: Any) -> Iterator[socket.socket]:
+    """A connection with a request whose response is not read."""
+    data = json.dumps(body).encode()
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        yield connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnected_client_frees_its_blocks(stream: bool) -> None:
+    with serving(tiny_model(0, 4096), max_length=4096) as server:
+        body = {"prompt": PROMPT, "max_tokens": 4000, "n": 100, "ignore_eos": True, "stream": stream}
+        with connected(server, body):
+            until(lambda: metric_of(server.url, "assay_running_sequences") == 100)
+            assert (
+                metric_of(server.url, "assay_kv_blocks_used") > 0
+                and metric_of(server.url, "assay_active_samples") == 100
+            )
+        until(lambda: metric_of(server.url, "assay_kv_blocks_used") == 0)
+        assert metric_of(server.url, "assay_running_sequences") == metric_of(server.url, "assay_active_samples") == 0
+        assert 'assay_requests_total{endpoint="completions",status="499"} 1' in httpx.get(f"{server.url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_engine_fails_the_requests_in_flight_and_later_ones_are_served(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "n": 2, "stream": stream}
+    with serving() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine, "_iterate", lambda: 1 / 0)
+            answer = httpx.post(f"{server.api}/completions", json=body, timeout=60)
+            assert answer.status_code == 500 and "ZeroDivisionError" in answer.json()["error"]["message"]
+        assert httpx.post(f"{server.api}/completions", json=body, timeout=60).status_code == 200
+        assert metric_of(server.url, "assay_active_samples") == 0

@@ -1,0 +1,111 @@
+"""The worker pool with plain functions; tests/rewards/test_pool.py tests it with judges."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from assay.system.pipe_messages import BadMessage
+from assay.system.sandbox import Level, WorkerSettings, environment, time_limit_paused
+from assay.system.worker_pool import MAX_CHUNK_CHARS, ItemFailure, StartFailed, WorkerPool, _Batch, _split
+
+
+def pool_of(function: Callable[..., Any], timeout_s: float = 30.0, level: Level = "basic") -> WorkerPool[Any]:
+    settings = WorkerSettings(pickle.dumps(function), timeout_s, 4.0, level, True, environment(level))
+    return WorkerPool(settings, workers=1, parse=parse)
+
+
+def parse(value: Any) -> Any:
+    if value == "invalid":
+        raise BadMessage("it is invalid")
+    return value
+
+
+def work(command: str, argument: Any = None) -> Any:
+    if command == "sleep":
+        time.sleep(argument)
+    if command == "exit":
+        os._exit(argument)
+    if command == "raise":
+        raise KeyError(argument)
+    if command == "pause":
+        with time_limit_paused():
+            time.sleep(argument)
+    return {"set": {1}}.get(command, command)
+
+
+def test_results_failures_and_lost_workers() -> None:
+    """One pool for all, because starting workers takes most of the time."""
+    pool = pool_of(work, timeout_s=1.0)
+    items: list[tuple[Any, ...]] = [
+        ("a",),
+        ("raise", "reason"),
+        ("set",),  # JSON has no sets
+        ("exit", 3),
+        ("invalid",),
+        ("pause", 1.1),  # longer than the time limit
+        ("sleep", 60),
+        ("b",),
+    ]
+    counts: list[int] = []
+    results = pool.map(items, counts.append)
+    pool.close()
+    assert counts and counts == sorted(counts) and counts[-1] < len(items)  # reported while it waits
+    by_command = {item[0]: result for item, result in zip(items, results, strict=True)}
+    assert [by_command[name] for name in ("a", "b", "pause")] == ["a", "b", "pause"]
+    assert by_command["sleep"] == ItemFailure(timed_out=True)
+    for name, word in (
+        ("raise", "KeyError: 'reason'"),
+        ("set", "TypeError"),
+        ("exit", "code 3"),
+        ("invalid", "invalid"),
+    ):
+        failure = by_command[name]
+        assert isinstance(failure, ItemFailure) and not failure.timed_out and word in failure.detail
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.map([("a",)])
+
+
+class FailsToLoad:
+    def prepare(self) -> None:
+        raise ImportError("no such library")
+
+    def __call__(self) -> None: ...
+
+
+def test_function_that_cannot_be_prepared_is_reported() -> None:
+    pool = pool_of(FailsToLoad())
+    with pytest.raises(StartFailed, match="no such library"):
+        pool.map([()])
+    pool.close()
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 1), (7, 2), (64, 1), (1000, 3)])
+def test_chunks_hold_all_items_in_order_and_are_small(count: int, workers: int) -> None:
+    chunks = _split(_Batch(count), [(str(index),) for index in range(count)], workers)
+    assert [index for chunk in chunks for index, _ in chunk.items] == list(range(count))
+    assert max(len(chunk.items) for chunk in chunks) <= 64 and len(chunks) >= min(count, workers)
+
+
+def test_long_items_have_chunks_of_their_own() -> None:
+    items = [("x" * size,) for size in (10, MAX_CHUNK_CHARS, 10, MAX_CHUNK_CHARS - 10, 10)]
+    chunks = _split(_Batch(5), items, workers=1)
+    assert all(sum(len(item[0]) for _, item in chunk.items) <= MAX_CHUNK_CHARS for chunk in chunks)
+
+
+def test_pool_cannot_be_used_in_a_forked_process() -> None:
+    pool = pool_of(work)
+    child = os.fork()
+    if not child:
+        try:
+            pool.map([("a",)])
+        except RuntimeError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    pool.close()

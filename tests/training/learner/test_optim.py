@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from train_parts import SPEC, tiny_decoder
+
+from assay.config import OptimConfig
+from assay.training.learner.optim import clip_gradients, lr_factor, make_adamw, make_optimizer, set_lr
+from assay.types import UserError
+
+
+def test_warm_up_rises_in_equal_steps_to_one() -> None:
+    for kind in ("constant", "linear", "cosine"):
+        assert [lr_factor(kind, step, 100, warmup=4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+        assert lr_factor(kind, 4, 100, warmup=4) == 1.0
+
+
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(("total", "warmup"), [(10, 0), (50, 7), (1, 0)])
+def test_schedules_have_their_closed_forms(total: int, warmup: int, final: float) -> None:
+    for step in range(warmup, total + 1):
+        part = (step - warmup) / (total - warmup)
+        assert lr_factor("constant", step, total, warmup, final) == 1.0
+        assert lr_factor("linear", step, total, warmup, final) == pytest.approx(1 + (final - 1) * part)
+        cosine = final + (1 - final) * (1 + math.cos(math.pi * part)) / 2
+        assert lr_factor("cosine", step, total, warmup, final) == pytest.approx(cosine)
+    assert lr_factor("linear", total, total, warmup, final) == pytest.approx(final)
+    assert lr_factor("cosine", total, total, warmup, final) == pytest.approx(final)
+
+
+def test_warmup_longer_than_the_run_is_allowed() -> None:
+    assert [lr_factor("linear", step, 3, warmup=10) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+    assert 0 <= lr_factor("cosine", 0, 0) <= 1
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e3])
+def test_clipping_equals_that_of_torch(max_norm: float) -> None:
+    ours, theirs = tiny_decoder(), tiny_decoder()
+    for model in (ours, theirs):
+        generator = torch.Generator().manual_seed(1)
+        for p in model.parameters():
+            p.grad = torch.empty(p.shape, dtype=p.dtype).normal_(generator=generator)
+    norm = clip_gradients(ours.parameters(), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    assert float(norm) == pytest.approx(float(expected))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
+
+
+def test_a_limit_of_zero_never_clips() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([3.0, 4.0, 0.0])
+    assert float(clip_gradients([weight], 0.0)) == 5.0
+    assert weight.grad.tolist() == [3.0, 4.0, 0.0]
+
+
+def test_only_matrices_decay() -> None:
+    model = tiny_decoder()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_adamw(model, lr=0.1, weight_decay=0.5)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        expected = before[name] * (1 - 0.1 * 0.5) if p.dim() >= 2 else before[name]
+        assert torch.allclose(p, expected, rtol=1e-12), name
+
+
+def test_a_step_equals_adamw_by_its_definition() -> None:
+    model, other = tiny_decoder(), tiny_decoder()
+    ours = make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, fused=False)
+    set_lr(ours, 0.01)
+    for seed in range(3):
+        for each in (model, other):
+            generator = torch.Generator().manual_seed(seed)
+            for p in each.parameters():
+                p.grad = torch.empty(p.shape, dtype=p.dtype).normal_(generator=generator)
+        ours.step()
+        theirs.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_frozen_parameters_are_not_updated() -> None:
+    model = tiny_decoder()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    optimizer = make_adamw(model, lr=0.1)
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert id(model.model.embed_tokens.weight) not in listed
+
+
+RATES = {"matrix_lr": 0.02, "embedding_lr": 0.2, "head_lr": 0.004}
+LAYERS = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"]
+NORMS = ["model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.q_proj.bias"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_one_group_with_the_rate_of_its_kind(name: str, tied: bool) -> None:
+    model = tiny_decoder(spec=replace(SPEC, tied=tied, qkv_bias=True))
+    optimizer = make_optimizer(model, OptimConfig.model_validate({"name": name, "lr": 1e-3, **RATES}))
+    listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters())
+    names = dict(model.named_parameters())
+    for factor in (1.0, 0.05):
+        set_lr(optimizer, 1e-3 * factor)
+        rates = {
+            n: g["lr"] for n, p in names.items() for g in optimizer.param_groups if any(p is q for q in g["params"])
+        }
+        expected = dict.fromkeys(LAYERS, 0.02) | dict.fromkeys(NORMS, 1e-3) | {"model.embed_tokens.weight": 0.2}
+        expected |= {} if tied else {"lm_head.weight": 0.004}
+        assert {n: rates[n] for n in expected} == pytest.approx({n: r * factor for n, r in expected.items()})
+
+
+def test_without_rates_per_kind_all_groups_have_the_same_rate() -> None:
+    optimizer = make_adamw(tiny_decoder(), lr=3e-6)
+    for lr in (3e-6, 1.7e-6, 0.0):
+        set_lr(optimizer, lr)
+        assert {group["lr"] for group in optimizer.param_groups} == {lr}
+
+
+def test_muon_needs_a_learning_rate_for_matrices() -> None:
+    with pytest.raises(UserError, match=r"optim\.matrix_lr"):
+        make_optimizer(tiny_decoder(), OptimConfig(name="muon"))
+
+
+def test_a_fallback_model_has_the_same_kinds() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from assay.models import HFModel
+
+    model = HFModel(GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16)))
+    optimizer = make_optimizer(model, OptimConfig(name="muon", matrix_lr=0.1))
+    kinds = {id(p): group["kind"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: kinds[id(p)] for name, p in model.named_parameters()}
+    assert found.pop("hf.transformer.wte.weight") == found.pop("hf.transformer.wpe.weight") == "embedding"
+    expected = {n: "matrix" if n.endswith(("attn.weight", "proj.weight", "fc.weight")) else "rest" for n in found}
+    assert found == expected and "matrix" in found.values()

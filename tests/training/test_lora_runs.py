@@ -1,0 +1,172 @@
+"""Runs with LoRA: files, the reference, and what a resumed run checks."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import SmallRuns, gpt2_folder, inject
+from train_parts import make_groups, tiny_decoder
+
+from assay.algos import make_algorithm
+from assay.models import Lora, PolicyModel, fingerprint, load_adapter, load_model
+from assay.runs import checkpoints
+from assay.training.evaluation import RunEvaluator
+from assay.training.learner.optim import make_adamw
+from assay.training.learner.pack import rows_of
+from assay.training.learner.update import Updater
+from assay.training.progress import Stopped
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+LORA = ("--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    small = SmallRuns(tmp_path_factory.mktemp("lora"))
+    assert small.train(*LORA) == 0
+    return small
+
+
+def print_of(folder: Path) -> str:
+    return fingerprint(load_model(str(folder)).weights())
+
+
+def test_a_checkpoint_holds_the_merged_model_and_the_adapters(finished: SmallRuns) -> None:
+    base, last = finished.runs / "small" / "base", finished.checkpoint(2)
+    assert print_of(finished.checkpoint(0) / "model") == print_of(base) != print_of(last / "model")
+    policy = load_model(str(base))
+    policy.add_lora(Lora(2, 4.0))
+    load_adapter(policy, last / "adapter")
+    assert fingerprint(policy.weights()) == print_of(last / "model")
+    trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
+    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert not (finished.runs / "small" / "reference").exists()  # the base model is the reference
+
+
+def test_other_commands_use_the_merged_model(finished: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finished("eval", "run:small@0", "run:small@last", "--eval.final_examples", 3) == 0
+    assert "run:small@last" in capsys.readouterr().out
+    assert finished.train("--model", "run:small@last", "--name", "next", "--train.steps", 0) == 0
+    assert print_of(finished.checkpoint(0, "next") / "model") == print_of(finished.checkpoint(2) / "model")
+
+
+@pytest.mark.parametrize("words", [("--lora.rank", 3), ("--lora.rank", 0), ("--lora.targets", "q_proj")])
+def test_rank_and_targets_cannot_change_on_resuming(
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str], words: tuple[object, ...]
+) -> None:
+    assert finished.resume("small", "--train.steps", 3, *words) == 2
+    assert f"another {str(words[0]).removeprefix('--')}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_reference_after_a_warm_start_is_kept_on_resuming(tmp_path: Path) -> None:
+    """It was saved after the warm start; whether the settings still have a warm start does not matter."""
+    small = SmallRuns(tmp_path)
+    words = (*LORA, "--sft.steps", 2, "--sft.batch", 4, "--save.every", 1)
+    assert small.train(*words) == 0
+    shutil.copytree(small.runs / "small", small.runs / "other")
+    shutil.rmtree(small.checkpoint(2, "other"))
+    assert small.resume("other", "--sft.steps", 0) == 0
+    small.same_run("small", "other", 2)
+
+
+def test_a_base_that_a_checkpoint_uses_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped in its first evaluation has a checkpoint, which a kill while rewriting would destroy."""
+    small = SmallRuns(tmp_path)
+    with monkeypatch.context() as patch:
+        inject(patch, RunEvaluator, "measure", 1, stop)
+        assert small.train(*LORA) == 130
+    weights = small.runs / "small" / "base" / "model.safetensors"
+    before = weights.stat()
+    assert small.checkpoint(0).is_dir() and small.resume("small") == 0
+    assert weights.stat().st_mtime_ns == before.st_mtime_ns and weights.stat().st_ino == before.st_ino
+
+
+def stop() -> None:
+    raise Stopped(signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["model.safetensors", "complete.json"])
+def test_a_damaged_base_is_written_again_from_the_models_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train(*LORA, "--save.every", 1) == 0
+    shutil.copytree(small.runs / "small", small.runs / "other")
+    shutil.rmtree(small.checkpoint(2, "other"))
+    base = small.runs / "other" / "base"
+    content = bytearray((base / file).read_bytes())
+    content[-2] ^= 1
+    (base / file).write_bytes(content)
+    assert small.resume("other") == 0
+    said = capsys.readouterr().out
+    assert f"{file} is damaged" in said and "replacing it with preset:nano" in said
+    assert checkpoints.problems(base) == []
+    small.same_run("small", "other", 2)
+
+
+@pytest.mark.slow
+def test_another_base_model_is_refused_on_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The source has changed since, and so cannot replace a damaged base."""
+    small = SmallRuns(tmp_path)
+    assert small.train("--name", "source") == 0
+    assert small("export", "run:source@0", tmp_path / "model") == 0
+    assert small.train(*LORA, "--model", tmp_path / "model") == 0
+    (small.runs / "small" / "base" / "model.safetensors").write_bytes(b"damaged")
+    shutil.rmtree(tmp_path / "model")
+    assert small("export", "run:source@2", tmp_path / "model") == 0
+    assert small.resume("small", "--train.steps", 3) == 2
+    assert "other base weights" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_adapters_of_a_transformers_model_are_trained_and_resumed(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = SmallRuns(tmp_path)
+    folder = gpt2_folder(tmp_path / "model")  # for its tokenizer
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
+    config = AutoConfig.for_model("gpt_neo", vocab_size=vocabulary, max_position_embeddings=96, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = ("--model", folder, *LORA, "--train.steps")
+    assert small.train(*words, 3) == 0
+    assert small.train(*words, 2, "--name", "longer") == 0
+    assert small.resume("longer", "--train.steps", 3) == 0
+    first, second = (small.checkpoint(3, name) for name in ("small", "longer"))
+    for part in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        left, right = load_file(first / part), load_file(second / part)
+        assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+    assert print_of(first / "model") != print_of(small.runs / "small" / "base")
+
+
+def adapted() -> PolicyModel:
+    policy = tiny_decoder()
+    policy.add_lora(Lora(2, 4.0))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in (p for p in policy.parameters() if p.requires_grad):
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    return policy
+
+
+def test_the_policy_without_adapters_is_the_same_reference_as_a_copy_of_the_base() -> None:
+    algo = make_algorithm("grpo", kl_coef=0.5)
+    groups = make_groups(tiny_decoder(), seed=4)
+    algo.credit(groups)
+    found = {}
+    for name in ("itself", "a copy", "another"):
+        policy = adapted()
+        reference = {"itself": policy, "a copy": tiny_decoder(), "another": tiny_decoder(seed=1)}[name]
+        updater = Updater(policy, make_adamw(policy, 1e-2), reference=reference)
+        sums = updater._accumulate(rows_of(groups, algo), algo)
+        gradients = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        found[name] = torch.cat([sums.losses["loss/kl"].reshape(1), gradients])
+    assert torch.allclose(found["itself"], found["a copy"], rtol=0, atol=1e-12)
+    assert float((found["itself"] - found["another"]).abs().max()) > 1e-3

@@ -1,0 +1,166 @@
+"""Full disks and damaged files: the run stops with a one-line error, or skips the damaged checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_run import SmallRuns, inject, mostly_slow
+
+from assay.runs import Run, checkpoints, rollouts
+from assay.text import Tokenizer
+from assay.training import checkpoint
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+STEPS = 5
+WORDS = ("--train.steps", STEPS, "--save.every", 2, "--eval.every", 2)
+# What cannot be written: the function, which call of it fails, and the step of the last checkpoint then.
+FULL: dict[str, tuple[Any, str, int, int | None]] = {
+    "the first metrics": (Run, "log", 1, None),
+    "metrics": (Run, "log", 4, 2),
+    "an evaluation": (rollouts, "write_rollouts", 7, 2),
+    "the token arrays": (np, "savez", 3, 2),
+    "the first model": (checkpoint, "save_model", 1, None),
+    "a model": (checkpoint, "save_model", 3, 2),
+    "the tokenizer": (Tokenizer, "save", 3, 2),
+    "moments": (checkpoint, "write_files", 3, 2),
+    "the state": (checkpoint, "write_state", 3, 2),
+    "the list of files": (checkpoints, "write_json", 2, 0),
+    "the note of the best": (checkpoints, "write_json", 3, 2),
+    "the rename": (checkpoints, "rename", 3, 2),
+    "the summary": (Run, "write_summary", 1, STEPS),
+}
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    small = SmallRuns(tmp_path_factory.mktemp("disk"))
+    assert small.train(*WORDS, "--save.keep", 9) == 0
+    return small
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_ends_the_run_with_one_line_and_the_earlier_checkpoint(
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    name, (owner, function, call, saved) = f"full-{what.replace(' ', '-')}", FULL[what]
+    with monkeypatch.context() as patch:
+        inject(patch, owner, function, call, no_space)
+        assert complete.train(*WORDS, "--save.keep", 9, "--name", name) == 2
+    shown = capsys.readouterr().err
+    assert "the disk is full" in shown and shown.count("\n") == 1 and "resume" in shown
+    assert checkpoints.last_intact(complete.runs / name) == (saved, [])
+    assert complete.resume(name) == 0
+    complete.same_run("small", name, STEPS)
+
+
+@contextmanager
+def files_below(size: int) -> Iterator[None]:
+    """As under `ulimit -f`."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize("process", mostly_slow(["same", "separate"], quick=["same"]))
+def test_a_file_size_limit_ends_the_run(complete: SmallRuns, capsys: pytest.CaptureFixture[str], process: str) -> None:
+    name = f"limited-{process}"
+    moments = (complete.checkpoint(STEPS) / "optimizer.safetensors").stat().st_size
+    with files_below(moments - 1):
+        assert complete.train(*WORDS, "--save.keep", 9, "--name", name, "--train.process", process) == 2
+    shown = capsys.readouterr().err
+    assert "ulimit -f" in shown and shown.count("assay: ") == 1 and "Traceback" not in shown and "resume" in shown
+    assert checkpoints.last_intact(complete.runs / name) == (0, [])
+    assert complete.resume(name, "--train.process", "same") == 0
+    complete.same_run("small", name, STEPS)
+
+
+def test_an_export_beyond_the_file_size_limit_fails_with_one_line(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with files_below(1000):
+        assert complete("export", "run:small@last", complete.folder / "exported") == 2
+    shown = capsys.readouterr().err
+    assert "ulimit -f" in shown and shown.count("assay: ") == 1 and "Traceback" not in shown
+    assert not (complete.folder / "exported").exists()
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_run_resumes_from_the_last_checkpoint_that_is_not_damaged(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(complete.runs / "small", complete.runs / "damaged")
+    flip(complete.checkpoint(STEPS, "damaged") / "model/model.safetensors")
+    (complete.checkpoint(4, "damaged") / "state.json").unlink()
+    assert complete.resume("damaged") == 0
+    shown = capsys.readouterr().out
+    assert "step-000005/model/model.safetensors is" in shown and "from step 2" in shown
+    complete.same_run("small", "damaged", STEPS)
+
+
+def test_an_invalid_file_with_valid_checksums_ends_the_command_with_one_line(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(complete.runs / "small", complete.runs / "forged")
+    folder = checkpoints.folder(complete.runs / "forged", STEPS)
+    (folder / "optimizer.safetensors").write_bytes(b"no tensors")
+    checkpoints.write_marker(folder)
+    complete.lose_summary("forged")
+    assert complete.resume("forged") == 2
+    shown = capsys.readouterr().err
+    assert "the checkpoint of step 5 is invalid" in shown and shown.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_damaged_reference_is_refused_and_can_be_replaced_by_the_first_checkpoint(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complete.train(*WORDS, "--algo.kl_coef", 0.1, "--name", "kl") == 0
+    run = complete.runs / "kl-damaged"
+    shutil.copytree(complete.runs / "kl", run)
+    shutil.rmtree(checkpoints.folder(run, STEPS))
+    (run / "reference" / "complete.json").rename(run / "marker")  # without checksums it is not trusted either
+    assert complete.resume(run.name) == 2 and "complete.json is damaged" in capsys.readouterr().err
+    (run / "marker").rename(run / "reference" / "complete.json")
+    flip(run / "reference" / "model.safetensors")
+    assert complete.resume(run.name) == 2
+    shown, start = capsys.readouterr().err, f"run:{run}@0"
+    assert "reference/model.safetensors is damaged" in shown and shown.count("\n") == 1
+    assert f"--algo.reference {start}" in shown and complete.resume(run.name, "--algo.reference", start) == 0
+    complete.same_run("kl", run.name, STEPS)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_restarted(
+    complete: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(complete.runs / "small", complete.runs / "all-damaged")
+    for step in checkpoints.steps(complete.runs / "all-damaged"):
+        flip(checkpoints.folder(complete.runs / "all-damaged", step) / "model/model.safetensors")
+    metrics = complete.metrics("all-damaged")
+    assert complete.resume("all-damaged") == 2
+    shown = capsys.readouterr().err
+    assert "no checkpoint of" in shown and "to start from step 0" in shown and shown.count("\n") == 1
+    assert complete.metrics("all-damaged") == metrics
+    shutil.rmtree(complete.runs / "all-damaged" / "checkpoints")
+    assert complete.resume("all-damaged") == 0
+    complete.same_run("small", "all-damaged", STEPS)

@@ -1,0 +1,234 @@
+"""Losses and gradients that are not finite: updates are skipped and counted, batches dumped, errors reported."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import SmallRuns, mostly_slow
+
+from assay.cli.main import main
+from assay.runs import checkpoints
+from assay.runs.rollouts import read_rollouts
+from assay.training import non_finite
+from assay.training.learner.learner import Learner
+from assay.training.progress import RunState
+from assay.training.run import TrainingRun
+from assay.types import Group
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+
+# A loss of one's own that is poisoned for as long as a file lies beside it; steps are told apart by its number.
+LOSS = """
+from pathlib import Path
+import torch
+calls = [0]
+
+class PoisonedGradient(torch.autograd.Function):
+    forward = staticmethod(lambda context, values: values.clone())
+    backward = staticmethod(lambda context, gradient: gradient * float("inf"))
+
+def loss(logprobs, behaviour, advantages, low, high):
+    calls[0] += 1
+    poison = Path(__file__).with_name("poison").read_text().split()
+    if str(calls[0]) in poison[1:] or poison[1:] == ["all"]:
+        logprobs = PoisonedGradient.apply(logprobs) if poison[0] == "gradient" else logprobs * float(poison[0])
+    return -advantages * logprobs, {}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> SmallRuns:
+    small = SmallRuns(tmp_path)
+    (tmp_path / "loss.py").write_text(LOSS)
+    return small
+
+
+def train(small: SmallRuns, poison: str, *words: object) -> int:
+    (small.folder / "poison").write_text(poison)
+    changes = ("--algo.policy_loss", f"{small.folder}/loss.py:loss", "--train.steps", 6, "--save.every", 2)
+    return small.train(*changes, *words)
+
+
+def test_a_run_of_which_every_update_was_skipped_is_saved_and_fails(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(small, "nan all", "--train.steps", 2) == 2
+    assert small.summary()["steps"] == checkpoints.last(small.runs / "small") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "every update was skipped" in error and "optim.lr" in error
+
+
+@pytest.mark.parametrize("poison", mostly_slow(["nan", "inf", "gradient"], quick=["gradient"]))
+def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], poison: str
+) -> None:
+    assert train(small, f"{poison} 2 4 5", "--train.max_skipped", 3) == 0
+    run = small.runs / "small"
+    rows = {row["step"]: row for row in small.metrics() if "optim/lr" in row}
+    assert [rows[step]["optim/non_finite"] for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
+    assert sorted(path.name for path in (run / "skipped").glob("*.json")) == [f"step-00000{n}.json" for n in (2, 4, 5)]
+    what = "the gradient" if poison == "gradient" else "the loss"
+    assert f"warning: {what} is not finite: this update is skipped" in capsys.readouterr().out
+    for step in (2, 4, 5):
+        assert read_rollouts(run, step, "skipped") == read_rollouts(run, step)  # rewards and advantages included
+        (update,) = json.loads((run / "skipped" / f"step-00000{step}.json").read_text())["updates"]
+        assert not math.isfinite(float(update["grad_norm"]))
+        assert math.isfinite(float(update["loss"])) == (poison == "gradient")
+        assert update["gradients"] and not update["weights"]
+    state = json.loads((small.checkpoint(6) / "state.json").read_text())
+    assert state["skipped"] == 0
+
+
+def test_a_skipped_step_changes_neither_weights_nor_moments(small: SmallRuns) -> None:
+    from safetensors.torch import load_file
+
+    assert train(small, "nan 3", "--save.every", 1, "--save.keep", 9) == 0
+    for part in ("model/model.safetensors", "optimizer.safetensors"):
+        before, after, later = (load_file(small.checkpoint(step) / part) for step in (2, 3, 4))
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert any(not torch.equal(after[key], later[key]) for key in after)
+
+
+@pytest.mark.slow
+def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "the loss was not finite for 2 steps in a row (loss nan" in said
+    assert f"saved in {small.runs / 'small' / 'skipped'}" in said and "optim.lr" in said
+    assert [row["step"] for row in small.metrics() if "optim/lr" in row] == [1, 2, 3, 4, 5]  # the last one is logged
+    assert small.resume("small") == 2  # from step 4, which was skipped: one more and it stops again
+    assert small.resume("small", "--train.max_skipped", 0, "--optim.lr", 1e-4) == 0
+    assert small.summary()["steps"] == 6
+
+
+@pytest.mark.slow
+def test_resuming_deletes_dumped_batches_of_later_steps(small: SmallRuns) -> None:
+    assert train(small, "nan 3 4 5", "--train.max_skipped", 3, "--save.every", 4) == 2
+    assert len(list((small.runs / "small" / "skipped").iterdir())) == 9
+    (small.folder / "poison").write_text("nan 0")
+    assert small.resume("small", "--train.steps", 6) == 0
+    left = {path.name for path in (small.runs / "small" / "skipped").iterdir()}
+    assert left == {f"step-00000{n}.{kind}" for n in (3, 4) for kind in ("json", "jsonl", "npz")}
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.training.learner.update import Updater
+
+    step = Updater.step
+
+    def poisoned(self: Updater, *args: object) -> object:
+        if self.optimizer.state:  # from the second step on
+            with torch.no_grad():
+                self.policy.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = math.nan
+        return step(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Updater, "step", poisoned)
+    assert train(small, "nan 0", "--save.every", 1) == 2
+    said = capsys.readouterr().err.strip()
+    assert "the weight model.layers.1.mlp.down_proj.weight is not finite" in said and said.count("\n") == 0
+    assert sorted(p.name for p in (small.runs / "small" / "checkpoints").glob("step-*")) == [
+        "step-000000",
+        "step-000001",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", mostly_slow(["policy", "critic"], quick=["policy"]))
+def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_named(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    """An update with a finite gradient overflows: nothing fails until the next step, by when it would be saved."""
+    record = TrainingRun.record
+
+    def overflow(self: TrainingRun, *args: object) -> None:
+        if self.state.step == 3:
+            model = self.learner.policy if owner == "policy" else self.learner.critic.model.trunk
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] = math.inf
+        record(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TrainingRun, "record", overflow)
+    words = ("--algo.critic", "true") if owner == "critic" else ()
+    assert train(small, "nan 0", "--save.every", 1, "--optim.lr", 0.02, *words) == 2
+    said = capsys.readouterr().err
+    run = small.runs / "small"
+    assert "is not finite after step 3, which is not saved" in said and said.count("\n") == 1
+    assert "checkpoint of step 2" in said and f"assay train --resume {run} --optim.lr 0.002" in said
+    assert checkpoints.steps(run)[-1] == 2
+    monkeypatch.undo()
+    assert small.resume("small", "--optim.lr", 0.002) == 0
+
+
+def test_weights_that_become_nan_between_saves_end_the_run_with_a_command_that_continues_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine notices them first: it cannot sample with them."""
+    (tmp_path / "with space").mkdir()
+    small = SmallRuns(tmp_path / "with space")
+    update = Learner.update
+
+    def overflow(self: Learner, groups: list[Group], state: RunState) -> dict[str, float]:
+        metrics = update(self, groups, state)
+        if state.step == 3:
+            with torch.no_grad():
+                next(self.policy.parameters()).fill_(math.nan)
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", overflow)
+    assert small.train("--train.steps", 4, "--save.every", 2, "--optim.lr", 0.02) == 2
+    said = capsys.readouterr().err
+    assert "is not finite after step 3" in said and "checkpoint of step 2" in said and said.count("\n") == 1
+    command = shlex.split(said[said.index("assay train") : said.index(", or")])
+    monkeypatch.undo()
+    assert main(command[1:]) == 0
+    assert small.summary()["steps"] == 4
+    assert [row["optim/lr"] for row in small.metrics() if "optim/lr" in row] == [0.02, 0.02, 0.002, 0.002]
+
+
+def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_named(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of earlier versions may hold them."""
+    monkeypatch.setattr(non_finite, "check_finite", lambda *args: None)
+    record = TrainingRun.record
+
+    def overflow(self: TrainingRun, *args: object) -> None:
+        if self.state.step == 2:
+            with torch.no_grad():
+                next(self.learner.policy.parameters()).view(-1)[0] = math.inf
+        record(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TrainingRun, "record", overflow)
+    assert train(small, "nan 0", "--save.every", 1) == 2
+    run = small.runs / "small"
+    assert checkpoints.last(run) == 2
+    capsys.readouterr()
+    assert small.resume("small") == 2
+    said = capsys.readouterr().err
+    assert "in the checkpoint of step 2 is not finite" in said and said.count("\n") == 1
+    assert f"assay train {run}/config.toml --model run:{run}@1" in said
+
+
+def test_too_many_consecutive_skipped_steps_end_a_warm_start(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.training.learner import learner
+
+    rows = learner.solution_rows
+    monkeypatch.setattr(learner, "solution_rows", lambda *a: [learner.replace(r, advantage=math.nan) for r in rows(*a)])
+    assert small.train("--sft.steps", 9, "--sft.batch", 2, "--train.max_skipped", 4) == 2
+    said = capsys.readouterr().err
+    assert "the loss was not finite for 4 steps in a row" in said
+    assert [row["sft/skipped"] for row in small.metrics() if "sft/step" in row] == [1.0] * 4
+    command = shlex.split(said[said.index("assay train") : said.index(", or")])
+    assert command[-2:] == ["--sft.lr", "1e-06"]
+    monkeypatch.undo()
+    assert main([*command[1:], "--sft.steps", "1", "--train.steps", "0"]) == 0

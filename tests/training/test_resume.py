@@ -1,0 +1,367 @@
+"""A run that was stopped and resumed equals, to the last bit, one that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from small_run import SmallRuns, mostly_slow
+
+from assay.runs import checkpoints
+from assay.runs.directory import read_metrics
+from assay.runs.rollouts import read_rollouts
+from assay.training import run
+from assay.training.learner.learner import WarmStart
+from assay.training.progress import RunState
+from assay.training.sources import OnPolicySource, SampledGroups
+
+pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
+STEPS = 5
+SETTINGS = ("--train.steps", STEPS, "--save.every", 2, "--eval.every", 2)
+VARIANTS: dict[str, tuple[object, ...]] = {
+    "kl, entropy, warm start, cosine": (
+        *("--algo.kl_coef", 0.1, "--algo.entropy_coef", 0.01, "--sft.steps", 2, "--sft.batch", 4),
+        *("--optim.schedule", "cosine", "--optim.warmup", 2, "--optim.weight_decay", 0.1),
+    ),
+    "muon": (
+        *("--optim.name", "muon", "--optim.matrix_lr", 0.01, "--optim.embedding_lr", 0.02, "--algo.updates", 3),
+        *("--optim.schedule", "linear", "--optim.lr_scale", 0.5, "--optim.weight_decay", 0.1),
+    ),
+    "lora, muon, kl, warm start": (
+        *("--lora.rank", 2, "--lora.targets", "q_proj", "--algo.kl_coef", 0.1, "--sft.steps", 2, "--sft.batch", 4),
+        *("--optim.name", "muon", "--optim.matrix_lr", 0.01),
+    ),
+    "a reference refreshed": ("--algo.kl_coef", 0.1, "--algo.refresh_reference", 3),
+    "a reference that is an average": ("--algo.kl_coef", 0.1, "--algo.reference_ema", 0.9, "--lora.rank", 2),
+    "kl in the reward": (
+        *("--algo.recipe", "rloo", "--algo.reward_kl_coef", 0.1, "--algo.reward_kl_per", "token"),
+        *("--algo.refresh_reference", 2),
+    ),
+    "replay": ("--replay.groups", 2, "--replay.capacity", 5, "--algo.updates", 2, "--replay.with_replacement", "true"),
+    "a critic": ("--algo.critic", "true", "--critic.lr", 1e-3, "--algo.updates", 2, "--sft.steps", 1, "--sft.batch", 4),
+    "a critic on the policy's trunk": (
+        *("--algo.recipe", "ppo", "--critic.trunk", "shared", "--critic.lr", 1e-2, "--algo.reward_kl_coef", 0.1),
+        *("--train.samples", 1, "--sft.steps", 1, "--sft.batch", 4, "--lora.rank", 2),
+    ),
+    "dapo": ("--algo.recipe", "dapo", "--train.passes", 2),
+    "prompts by pass rate, an entropy target": (
+        *("--algo.pass_rate_low", 0.1, "--algo.pass_rate_high", 0.9, "--algo.pass_rate_retry", 3),
+        *("--algo.entropy_target", 99, "--train.max_train_prompts", 6),
+    ),
+    "remax, corrected, clip_cov": (
+        *("--algo.recipe", "remax", "--algo.correction", "sequence_truncate", "--algo.updates", 3),
+        *("--algo.cov", "clip_cov", "--algo.cov_low", 0, "--algo.cov_fraction", 0.1),
+    ),
+    "half precision": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
+}
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The process dies while it samples for the step after `step`."""
+    sample = OnPolicySource.next
+
+    def stopped(self: OnPolicySource, state: RunState) -> SampledGroups:
+        if state.step == step:
+            raise Stop
+        return sample(self, state)
+
+    monkeypatch.setattr(OnPolicySource, "next", stopped)
+
+
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, quick=["lora, muon, kl, warm start"]))
+def test_a_resumed_run_equals_one_that_was_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*SETTINGS, *VARIANTS[variant])
+    assert small.train(*words) == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)  # one step after the checkpoint: it is deleted and repeated
+        with pytest.raises(Stop):
+            small.train(*words, "--name", "stopped")
+    assert checkpoints.last(small.runs / "stopped") == 2
+    assert not (small.runs / "stopped" / "summary.json").exists()
+    assert small.resume("stopped") == 0
+    small.same_run("small", "stopped", STEPS)
+    assert small.summary("stopped")["steps"] == STEPS
+
+
+WARM_STARTS: dict[str, tuple[object, ...]] = {
+    "muon": ("--sft.optimizer", "muon", "--sft.matrix_lr", 0.01),
+    "lora, kl": ("--lora.rank", 2, "--algo.kl_coef", 0.1),
+    "separate process": ("--train.process", "separate"),
+    "sft only": ("--train.steps", 0),
+}
+
+
+def interrupt_warm_start(monkeypatch: pytest.MonkeyPatch, step: int, signum: signal.Signals) -> None:
+    """The process gets a signal in this step of the warm start."""
+    train_step = WarmStart._train_step
+
+    def interrupted(self: WarmStart) -> dict[str, float]:
+        if self.step == step:
+            os.kill(os.getpid(), signum)
+        return train_step(self)
+
+    monkeypatch.setattr(WarmStart, "_train_step", interrupted)
+
+
+@pytest.mark.parametrize("variant", mostly_slow(WARM_STARTS, quick=["sft only"]))
+def test_a_warm_start_that_was_stopped_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variant: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--train.steps", 2, "--sft.steps", 6, "--sft.batch", 4, *WARM_STARTS[variant])
+    assert small.train(*words) == 0
+    with monkeypatch.context() as patch:
+        interrupt_warm_start(patch, 3, signal.SIGTERM)
+        assert small.train(*words, "--name", "stopped") == 128 + signal.SIGTERM
+    assert "of 6 of the warm start; to resume from there" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        interrupt_warm_start(patch, 2, signal.SIGKILL)  # would end this process if the step were repeated
+        assert small.resume("stopped") == 0
+    steps = [line["sft/step"] for line in read_metrics(small.runs / "stopped") if "sft/step" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    if variant == "sft only":
+        weights = [small.checkpoint(0, name) / "model/model.safetensors" for name in ("small", "stopped")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+        assert small.timeless("small") == small.timeless("stopped")
+    else:
+        small.same_run("small", "stopped", 2)
+    assert small.summary("stopped")["sft"]["loss"] == small.summary()["sft"]["loss"]
+
+
+def test_a_long_warm_start_is_saved_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SmallRuns(tmp_path)
+    words = ("--train.steps", 2, "--sft.steps", 3, "--sft.batch", 4)
+    assert small.train(*words) == 0
+    monkeypatch.setattr(run, "WARM_START_SAVE_S", 0.0)
+    train_step = WarmStart._train_step
+
+    def dies(self: WarmStart) -> dict[str, float]:
+        if self.step == 2:
+            raise Stop
+        return train_step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WarmStart, "_train_step", dies)
+        with pytest.raises(Stop):
+            small.train(*words, "--name", "stopped")
+    assert checkpoints.last(small.runs / "stopped") == 0
+    assert small.resume("stopped") == 0
+    small.same_run("small", "stopped", 2)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended_by_more_steps(tmp_path: Path) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train(*SETTINGS) == 0
+    assert small.train("--train.steps", 3, "--save.every", 2, "--eval.every", 2, "--name", "longer") == 0
+    assert small.resume("longer", "--train.steps", STEPS) == 0
+    first, second = (load_file(small.checkpoint(STEPS, n) / "model/model.safetensors") for n in ("small", "longer"))
+    assert all(first[key].equal(second[key]) for key in first)
+    assert small.summary("longer")["steps"] == STEPS
+    for step in range(1, STEPS + 1):
+        rollouts = [r for group in read_rollouts(small.runs / "longer", step) for r in group.rollouts]
+        assert {r.turns[0].completion.version for r in rollouts} == {step - 1}  # of the weights that sampled them
+
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "another model": (("--model", "preset:tiny"), "trains preset:nano, not preset:tiny"),
+    "another tokenizer": (("--model.tokenizer", "characters"), "resume without changing the model"),
+    "another task": (("--task.args.max_steps", 4), "task.args"),
+    "other test problems": (("--eval.final_examples", 6), "eval.final_examples"),
+    "a KL term without a reference": (("--algo.kl_coef", 0.1), "algo.reference"),
+    "a reference that moves": (("--algo.refresh_reference", 2, "--algo.kl_coef", 0.1), "algo.refresh_reference"),
+    "bad settings": (("--optim.lr", -1), "optim.lr"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+    """A run with all of its steps, but without its summary: it can be resumed."""
+    small = SmallRuns(tmp_path_factory.mktemp("finished"))
+    assert small.train() == 0
+    small.lose_summary()
+    return small
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_fixed_cannot_be_changed_on_resume(
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    before = finished.files()
+    words, message = REFUSED[name]
+    assert finished.resume("small", *words) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+    unchanged = [file for file in before if not file.endswith(("environment.json", ".lock"))]
+    now = finished.files()
+    assert {file: now.get(file) for file in unchanged} == {file: before[file] for file in unchanged}
+
+
+def test_resuming_with_a_config_of_another_model_or_other_settings_is_refused(
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = finished.folder / "other.toml"
+    for old, new, named in (("preset:nano", "preset:tiny", "preset:tiny"), ("lr = 1e-3", "lr = 1e-4", "optim.lr")):
+        other.write_text(finished.config.read_text().replace(old, new))
+        assert finished.train("--resume", "small", config=other) == 2
+        assert named in capsys.readouterr().err
+
+
+def test_an_unknown_run_name_is_refused_with_suggestions(
+    finished: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SmallRuns(tmp_path).resume("nothing") == 2
+    assert "has no runs yet" in capsys.readouterr().err
+    assert finished.resume("smal") == 2
+    assert "did you mean 'small'?" in capsys.readouterr().err
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.slow
+def test_changed_settings_are_reported_with_old_and_new_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether they were given as options or edited in config.toml, which may also be damage."""
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    edit(small.runs / "small" / "config.toml", "lr = 0.001", "lr = 0.003")
+    capsys.readouterr()
+    assert small.resume("small", "--train.steps", 3) == 0
+    shown = capsys.readouterr().out
+    assert "warning: optim.lr changed since step 2: 0.001 -> 0.003" in shown
+    assert "warning: train.steps changed since step 2: 2 -> 3" in shown
+    assert shown.count("changed since") == 2
+    assert small.metrics()[-1]["step"] == 3
+    small.lose_summary()
+    assert small.resume("small") == 0  # the new settings are those of the last checkpoint now
+    assert "changed since" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_edited_fixed_setting_is_refused_and_the_error_names_the_intact_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train() == 0
+    config = small.runs / "small" / "config.toml"
+    small.lose_summary()
+    edit(config, "final_examples = 5", "final_examples = 4")
+    assert small.resume("small") == 2
+    shown = capsys.readouterr().err
+    copy = small.checkpoint(2) / "config.toml"
+    assert "eval.final_examples (5 -> 4)" in shown and f"restore it from {copy}" in shown and shown.count("\n") == 1
+    config.write_bytes(b"\xff")
+    assert small.resume("small") == 2
+    shown = capsys.readouterr().err
+    assert f"copy {copy} over it" in shown and shown.count("\n") == 1
+    shutil.copy(copy, config)
+    assert small.resume("small") == 0
+
+
+@pytest.mark.parametrize("damage", mostly_slow(["lost", "line deleted"], quick=["line deleted"]))
+def test_resume_warns_of_truncated_or_changed_metrics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train("--eval.every", 1) == 0
+    metrics, model = small.runs / "small" / "metrics.jsonl", small.checkpoint(2) / "model/model.safetensors"
+    weights = model.read_bytes()
+    lines = metrics.read_text().splitlines(keepends=True)
+    kept = [lines[0], *lines[2:]] if damage == "line deleted" else []
+    metrics.write_text("".join(kept))
+    if damage == "lost":
+        metrics.unlink()
+    small.lose_summary()
+    capsys.readouterr()
+    assert small.resume("small") == 0
+    assert "metrics.jsonl was truncated or changed" in capsys.readouterr().out
+    assert model.read_bytes() == weights
+    assert metrics.read_text().startswith("".join(line for line in kept if "after/accuracy" not in line))
+    assert sum("after/accuracy" in row for row in small.metrics()) == 1  # repeated, and not there twice
+
+
+@pytest.mark.parametrize("damage", mostly_slow(["lost", "flipped"], quick=[]))
+def test_a_lost_or_damaged_first_evaluation_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*SETTINGS, "--sft.steps", 2, "--sft.batch", 4, "--lora.rank", 2)
+    assert small.train(*words) == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(Stop):
+            small.train(*words, "--name", "stopped")
+    file = small.runs / "stopped" / "evals" / "step-000000-before-test.jsonl"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'"status": "wrong"', b'"status": "ok"   ', 1))
+    if damage == "lost":
+        file.unlink()
+    capsys.readouterr()
+    assert small.resume("stopped") == 0
+    assert "repeating the evaluation with the weights of step 0" in capsys.readouterr().out
+    assert file.read_bytes() == content
+    small.same_run("small", "stopped", STEPS)
+
+
+def test_a_run_finishes_without_its_first_evaluation_and_checkpoint(
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished.runs / "without-first"
+    shutil.copytree(finished.runs / "small", run)
+    (run / "evals" / "step-000000-before-test.jsonl").unlink()
+    shutil.rmtree(finished.checkpoint(0, run.name))
+    capsys.readouterr()
+    assert finished.resume(run.name) == 0
+    assert "is missing and cannot be repeated" in capsys.readouterr().out
+    summary = finished.summary(run.name)
+    assert summary["before"] is summary["paired"] is None and summary["after"]["n"] == 5
+    assert finished("runs") == 0
+
+
+@pytest.mark.slow
+def test_a_run_finishes_without_its_evaluation_before_the_warm_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SmallRuns(tmp_path)
+    assert small.train("--name", "source") == 0
+    words = ("--model", "run:source@last", "--sft.steps", 1, "--sft.batch", 4)
+    assert small.train(*words) == 0 and "paired" in small.summary()["sft"]
+    (small.runs / "small" / "evals" / "step-000000-start-test.jsonl").unlink()
+    small.lose_summary()
+    capsys.readouterr()
+    assert small.resume("small") == 0
+    assert "finishing without the comparison with the model before its warm start" in capsys.readouterr().out
+    assert small.summary()["paired"] is not None and "paired" not in small.summary()["sft"]
+
+
+def test_a_name_given_on_resume_is_refused_unless_it_is_the_runs(
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished.runs / "small", finished.runs / "named")
+    before = finished.files()
+    assert finished.resume("named", "--name", "other") == 2
+    shown = capsys.readouterr().err
+    assert "--name" in shown and shown.count("\n") == 1 and finished.files() == before
+    assert finished.resume("named", "--name", "named") == 0
+    before = finished.files()
+    capsys.readouterr()
+    assert finished.resume("named", "--optim.lr", 1e-4) == 0  # a finished run stays as it is
+    shown = capsys.readouterr().out
+    assert "finished (2 steps)" in shown and f"--resume {finished.runs / 'named'} --train.steps 4" in shown
+    assert shown.count("\n") == 1 and finished.files() == before

@@ -1,0 +1,457 @@
+"""Proof of weight sync: fingerprints and the probe find weights that were not copied, and give no false alarms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from broken_sync import KINDS, BrokenWeights, break_sync, break_with
+from processes import start
+from safetensors.torch import load_file
+from serve_parts import byte_tokenizer
+from small_run import SmallRuns
+from sync_parts import LR, Learning
+from train_parts import tiny_decoder
+
+from assay.config import EngineConfig, ServerConfig
+from assay.engine import WeightSource, make_engine
+from assay.engine.native.engine import NativeEngine
+from assay.engine.remote.assay.engine import AssayEngine
+from assay.mesh import Mesh, init_mesh, local_tensor
+from assay.models import HFModel, Lora, PolicyModel
+from assay.models.base import digests, fingerprint
+from assay.runs import checkpoints
+from assay.training import sync
+from assay.training.learner.optim import make_adamw
+from assay.training.learner.parallel import parallelise
+from assay.training.learner.update import Updater
+from assay.training.run import TrainingRun
+from assay.training.sync import (
+    SyncError,
+    WeightSync,
+    as_served,
+    differing_weights,
+    perturb,
+    probe_sequences,
+    sync_weights,
+    trainer_scores,
+    verify_method,
+)
+from assay.types import UserError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sync_copies_all_weights_and_sets_the_version(dtype: torch.dtype) -> None:
+    first, second = tiny_decoder(0, torch.float32), tiny_decoder(1, torch.float32)
+    engine = make_engine("native", first, device="cpu", dtype=dtype)
+    before = engine.fingerprint()
+    sync_weights(second, engine, version=7)
+    assert engine.info.version == 7 and engine.fingerprint() != before
+    sync_weights(first, engine, version=8)
+    assert engine.fingerprint() == before
+    with torch.no_grad():
+        next(first.parameters()).add_(1.0)
+    assert engine.fingerprint() == before  # copied, not shared
+
+
+class Forgetful(NativeEngine):
+    """Changes one value of one weight."""
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        super().update_weights(source, version)
+        with torch.no_grad():
+            weight = list(self.network.canonical().values())[-1]
+            weight[(0,) * weight.dim()] += 1.0
+
+
+class Deaf(NativeEngine):
+    """Ignores updates of the weights."""
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        if self.info.version < 0:
+            super().update_weights(source, version)
+        self.info = replace(self.info, version=version)
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Deaf])
+def test_sync_raises_if_the_engine_serves_other_weights(kind: type[NativeEngine]) -> None:
+    policy = tiny_decoder(0, torch.float32)
+    engine = kind(policy.spec, device="cpu", dtype=torch.float32)
+    engine.update_weights(policy, 0)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.01)
+    with pytest.raises(SyncError, match="differ from those of the trainer"):
+        sync_weights(policy, engine, version=1)
+
+
+def policy_for(backend: str, kind: str) -> PolicyModel:
+    """A decoder for the native engine; another architecture for the hf engine."""
+    policy = tiny_neox() if backend == "hf" else tiny_decoder(0, torch.float32)
+    if kind == "unmerged":
+        policy.add_lora(Lora(2, 4.0))
+    return policy
+
+
+def tiny_neox() -> PolicyModel:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = GPTNeoXConfig(vocab_size=23, max_position_embeddings=64, initializer_range=0.3, **sizes)
+    return HFModel(GPTNeoXForCausalLM(config))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_fingerprints_detect_every_broken_sync_at_once_and_name_the_weights(backend: str, kind: str) -> None:
+    learning = Learning(policy_for(backend, kind), "fingerprint")
+    broken = break_sync(learning.engine, learning.policy, kind)
+    steps, text = learning.steps_to_error()
+    assert steps == 1 and "differ from those of the trainer" in text and "\n" not in text
+    if kind in ("skipped", "rows", "transposed"):
+        assert f": 1 weight of {len(broken.first)}: {broken.name} (fing" in text
+    else:
+        wrong = learning.engine.digests().items() - digests(learning.policy.weights()).items()  # type: ignore[attr-defined]
+        assert len(wrong) > 3 and f": {len(wrong)} weights of" in text and f" and {len(wrong) - 3} more (" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_the_probe_detects_every_broken_sync_in_float32(backend: str, kind: str) -> None:
+    """At the learning rate of the demo, without fingerprints."""
+    learning = Learning(policy_for(backend, kind))
+    break_sync(learning.engine, learning.policy, kind)
+    steps, text = learning.steps_to_error()
+    assert steps <= 2, text  # the first step of "unmerged" changes one of two factors, and the other one is 0
+    assert "differ from those of the trainer" in text and "of probe sequence" in text and "\n" not in text
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[AssayEngine]:
+    """The engine assay with two servers, in processes of their own."""
+    settings = {"settings": ServerConfig(servers=2), "save_tokenizer": byte_tokenizer().save}
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_batch": 8}
+    engine = make_engine("assay", tiny_decoder(0, torch.float32), settings, **options)
+    assert isinstance(engine, AssayEngine)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rows", "late", "unmerged"])
+@pytest.mark.parametrize("method", ["fingerprint", "probe"])
+def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.Method, kind: str) -> None:
+    policy = policy_for("native", kind)
+    served.update_weights(policy, 0)
+    learning = Learning(policy, method, engine=served)
+    broken = break_sync(served, policy, kind)
+    try:
+        steps, text = learning.steps_to_error()
+    finally:
+        del served.update_weights  # type: ignore[attr-defined]
+    assert steps <= (2 if kind == "unmerged" and method == "probe" else 1), text
+    if method == "fingerprint" and kind == "rows":
+        assert f": 1 weight of {len(broken.first)}: {broken.name} (fing" in text
+
+
+def test_the_probe_names_the_one_server_with_stale_weights(served: AssayEngine) -> None:
+    policy = tiny_decoder(0, torch.float32)
+    served.update_weights(policy, 0)
+    learning = Learning(policy, engine=served)
+    both = served.all_servers
+    served.all_servers = both[:1]
+    try:
+        learning.update()  # of the first server alone
+    finally:
+        served.all_servers = both
+    with pytest.raises(SyncError, match=f"trainer: {served.servers[1].url}: "):
+        learning.weight_sync.verify(learning.step)
+
+
+@pytest.mark.parametrize("kind", ["skipped", "transposed", "late", "frozen"])
+def test_the_probe_detects_broken_syncs_of_a_bfloat16_engine(kind: str) -> None:
+    learning = Learning(tiny_decoder(0, torch.float32), dtype=torch.bfloat16, lr=5 * LR)
+    break_sync(learning.engine, learning.policy, kind)
+    steps, _ = learning.steps_to_error(60)
+    assert steps <= {"transposed": 1, "frozen": 12, "late": 40, "skipped": 60}[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounded", [False, True])
+def test_hundreds_of_healthy_steps_give_no_false_alarm(rounded: bool) -> None:
+    """bfloat16 engine, float32 trainer. `rounded`: the first weights are exact in bfloat16, as those of most models."""
+    policy = tiny_decoder(3, torch.float32)
+    if rounded:
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.copy_(weight.bfloat16())
+    learning = Learning(policy, dtype=torch.bfloat16, length=8)
+    rows = [learning.update() for _ in range(300)]
+    gaps = [row["sync/probe_gap"] / row["sync/probe_limit"] for row in rows]
+    assert rows[-1]["sync/probe_change"] > 20 * rows[-1]["sync/probe_gap"]  # the policy has changed a lot
+    assert max(gaps) < 0.9 and np.mean(gaps[-50:]) < 1.5 * np.mean(gaps[:50])  # far from the limit, without a trend
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_trainer_in_bfloat16_gives_no_false_alarm_while_little_changes(
+    monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    """The noise of its own scores would look like changes that the engine misses. FSDP cannot score in float32."""
+    if sharded:
+        monkeypatch.setattr(sync, "is_fsdp", lambda weight: True)
+    learning = Learning(tiny_decoder(3, torch.float32), dtype=torch.bfloat16, trainer_dtype=torch.bfloat16, lr=LR / 100)
+    rows = [learning.update() for _ in range(20)]
+    assert rows[-1]["sync/probe_change"] < 2 * rows[-1]["sync/probe_gap"]  # or the test shows nothing
+
+
+def test_the_effect_of_rounding_is_known_in_every_precision_of_the_trainer() -> None:
+    """It is measured by changing weights, and a change must survive the trainer's own rounding."""
+    policy = tiny_decoder(0, torch.float32)
+    effects = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        learning = Learning(policy, dtype=torch.bfloat16, trainer_dtype=dtype)
+        assert learning.weight_sync.start is not None
+        effects[dtype] = learning.weight_sync.start.rounding
+    with as_served(policy, torch.bfloat16):
+        rounded = trainer_scores(learning.updater, learning.weight_sync.sequences)
+    exact = trainer_scores(learning.updater, learning.weight_sync.sequences)
+    assert 0.5 < effects[torch.bfloat16] / effects[torch.float32] < 2
+    assert 0.3 < effects[torch.float32] / np.sqrt(np.mean((rounded - exact) ** 2)) < 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapters", "quantized"])
+def test_the_probe_leaves_the_weights_of_the_trainer_as_they_are(kind: str) -> None:
+    policy = tiny_decoder(0, torch.float32)
+    if kind == "quantized":
+        policy.quantize("cpu")
+    if kind != "plain":
+        policy.add_lora(Lora(2, 4.0))
+        with torch.no_grad():
+            for name, weight in policy.named_parameters():
+                if "lora_B" in name:
+                    weight.add_(0.1)
+    before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    served = {name: weight.detach().to(torch.bfloat16).float() for name, weight in policy.weights()}
+    with as_served(policy, torch.bfloat16) as weights:
+        assert all(torch.equal(weight, served[name]) for name, weight in policy.weights())
+        perturb(weights, 0.1)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
+    with pytest.raises(ZeroDivisionError), as_served(policy, torch.bfloat16):
+        raise ZeroDivisionError
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
+
+
+def test_trainer_scores_equal_those_of_the_engine_with_adapters_merged() -> None:
+    policy = tiny_decoder(0, torch.float64)
+    policy.add_lora(Lora(2, 4.0))
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            weight.add_(0.1 if "lora_B" in name else 0.0)
+    engine = make_engine("native", policy, device="cpu", dtype=torch.float64)
+    sequences = probe_sequences([[1, 2, 3]], 23, 40, seed=1)
+    ours = trainer_scores(Updater(policy, make_adamw(policy, LR), temperature=0.5), sequences)
+    theirs = np.concatenate([np.array(one) for one in engine.score(sequences)])
+    assert len(ours) == sum(len(ids) - 1 for ids in sequences) and np.abs(ours - theirs).max() < 1e-9
+
+
+def test_a_wrong_model_is_detected_before_training() -> None:
+    learning = Learning(tiny_decoder(0, torch.float32))
+    learning.engine.update_weights(tiny_decoder(1, torch.float32), 0)
+    with pytest.raises(SyncError, match=r"version 0.* rounding explains at most 0.02.* of probe sequence"):
+        learning.weight_sync.verify(0)
+
+
+def test_an_engine_that_reports_another_version_is_refused() -> None:
+    learning = Learning(tiny_decoder(0, torch.float32), "fingerprint")
+    with pytest.raises(SyncError, match=r"sync of version 3.*: it serves version 0"):
+        learning.weight_sync.verify(3)
+
+
+def test_scores_that_are_not_finite_are_reported() -> None:
+    learning = Learning(tiny_decoder(0, torch.float32))
+    scores = learning.engine.score(learning.weight_sync.sequences)
+    scores[2][3] = float("nan")
+    learning.engine.score = lambda sequences: scores  # type: ignore[method-assign,assignment,misc]
+    _, text = learning.steps_to_error()
+    assert "is nan, " in text and "most at token 4 (id" in text and "of probe sequence 2: nan in the engine" in text
+
+
+def test_verification_every_n_versions() -> None:
+    learning = Learning(tiny_decoder(0, torch.float32), "fingerprint")
+    learning.weight_sync.every = 3
+    break_sync(learning.engine, learning.policy, "frozen")
+    assert learning.steps_to_error()[0] == 3
+    assert learning.weight_sync.fingerprint is not None
+
+
+def test_without_verification_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning = Learning(tiny_decoder(0, torch.float32), "off")
+    monkeypatch.setattr(learning.engine, "fingerprint", None)
+    monkeypatch.setattr(learning.engine, "score", None)
+    assert learning.update() == {}
+
+
+def test_the_state_of_the_probe_survives_json() -> None:
+    learning = Learning(tiny_decoder(0, torch.float32), dtype=torch.bfloat16)
+    other = WeightSync(learning.updater, learning.engine, "probe", sequences=[[1, 2]])
+    for _ in range(2):
+        learning.update()
+    saved = json.loads(json.dumps(learning.weight_sync.state_dict()))
+    other.load_state_dict(saved)
+    assert other.state_dict() == learning.weight_sync.state_dict()
+    assert other.verify(2) == learning.weight_sync.verify(2)
+    other.load_state_dict(saved | {"engine": "NativeEngine, torch.float32", "sequences": []})
+    assert other.sequences == learning.weight_sync.sequences  # of another engine: not used
+
+
+def test_probe_sequences_contain_prompts_and_random_tokens() -> None:
+    prompts = [[number] * 100 for number in range(20)]
+    sequences = probe_sequences(prompts, 50_000, 4096, seed=0)
+    assert [len(ids) for ids in sequences] == [32] * 24 + [256]
+    assert sequences[:12] == [[number] * 32 for number in range(12)]
+    assert len({token for ids in sequences[12:] for token in ids}) > 600  # of 640
+    assert probe_sequences([[5, 6]], 100, 16, seed=0)[0][:2] == [5, 6]
+    assert {len(ids) for ids in probe_sequences([], 100, 16, seed=0)} == {15}
+    assert probe_sequences([], 100, 16, seed=0) != probe_sequences([], 100, 16, seed=1)
+
+
+def test_names_of_differing_missing_and_unknown_weights() -> None:
+    ours = {"a": "a:1", "b": "b:1", "c": "c:1"}
+    assert differing_weights(ours, ours | {"b": "b:2"}) == "1 weight of 3: b"
+    assert differing_weights(ours, {"a": "a:1", "c": "c:1"}) == "1 weight of 3: b (missing in the engine)"
+    assert differing_weights(ours, ours | {"d": "d:1"}) == "1 weight of 3: d"
+    assert differing_weights(ours, {}).endswith("b (missing in the engine), c (missing in the engine)")
+
+
+@pytest.mark.parametrize(
+    ("verify", "lacks", "method"),
+    [
+        ("auto", (), "fingerprint"),
+        ("auto", ("fingerprint",), "probe"),
+        ("auto", ("fingerprint", "score"), "off"),
+        ("probe", (), "probe"),
+        ("off", (), "off"),
+        ("fingerprint", ("fingerprint",), ""),
+        ("probe", ("score",), ""),
+    ],
+)
+def test_the_method_follows_settings_and_capabilities(verify: Any, lacks: tuple[str, ...], method: str) -> None:
+    engine = make_engine("native", tiny_decoder(), device="cpu", dtype=torch.float64)
+    assert isinstance(engine, NativeEngine)
+    able = replace(engine.info.capabilities, **dict.fromkeys(lacks, False))
+    engine.info = replace(engine.info, capabilities=able)
+    cfg = EngineConfig(verify=verify)
+    if method:
+        assert verify_method(cfg, engine) == method
+    else:
+        with pytest.raises(UserError, match=f"engine.verify = '{verify}' needs .*: set it to auto"):
+            verify_method(cfg, engine)
+
+
+@pytest.fixture
+def small(tmp_path: Path, no_curves: None, one_thread: None) -> SmallRuns:
+    return SmallRuns(tmp_path)
+
+
+def test_a_run_is_verified_by_the_probe_and_resumes_exactly(small: SmallRuns) -> None:
+    words = ("--engine.verify", "probe", "--train.steps", 4, "--save.every", 2)
+    assert small.train(*words, "--name", "whole") == 0
+    assert small.train(*words, "--name", "part", "--train.steps", 2) == 0
+    assert small.resume("part", "--train.steps", 4) == 0
+    steps, whole = ([row for row in small.timeless(name) if "reward/mean" in row] for name in ("part", "whole"))
+    kinds = ("sync/", "loss/", "optim/", "policy/")
+    for ours, theirs in zip(steps, whole, strict=True):
+        assert all(ours[key] == theirs[key] for key in theirs if key.startswith(kinds))
+    models = [load_file(small.checkpoint(4, name) / "model" / "model.safetensors") for name in ("part", "whole")]
+    assert all(torch.equal(weight, models[1][name]) for name, weight in models[0].items())
+    assert all(0 < row["sync/probe_gap"] < row["sync/probe_limit"] for row in steps)
+    assert steps[3]["sync/probe_change"] > steps[0]["sync/probe_change"] > 0
+    states = [json.loads((small.checkpoint(step, "part") / "state.json").read_text()) for step in (0, 4)]
+    assert states[0]["weight_sync"] == states[1]["weight_sync"] != {}
+
+
+@pytest.mark.slow
+def test_the_probe_of_a_separate_training_process_is_the_same(small: SmallRuns) -> None:
+    words = ("--engine.verify", "probe", "--lora.rank", 2)
+    assert small.train(*words, "--name", "separate", "--train.process", "separate") == 0
+    assert small.train(*words, "--name", "same") == 0
+    separate, same = (
+        [{key: value for key, value in row.items() if key.startswith("sync/")} for row in small.metrics(name)]
+        for name in ("separate", "same")
+    )
+    assert separate == same and sum(map(bool, same)) == 2
+
+
+@pytest.mark.parametrize("method", ["fingerprint", "probe"])
+def test_a_broken_sync_ends_the_run_with_one_line_and_the_checkpoint_before_is_kept(
+    small: SmallRuns, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built = TrainingRun.begin
+
+    def begin(run: TrainingRun) -> None:
+        built(run)
+        break_sync(run.collector.engine, run.learner.policy, "skipped")
+
+    monkeypatch.setattr(TrainingRun, "begin", begin)
+    assert small.train("--engine.verify", method) == 2
+    error = capsys.readouterr().err
+    assert "after the weight sync of version 1, the weights of the engine differ" in error and error.count("\n") == 1
+    status = json.loads((small.runs / "small" / "status.json").read_text())
+    assert status["state"] == "failed" and "resume from the last checkpoint" in status["error"]
+    monkeypatch.undo()
+    assert checkpoints.last_intact(small.runs / "small") == (0, [])
+    assert small.resume("small") == 0
+
+
+def verify_on_ranks(mesh: Mesh, folder: Path, tp: int) -> None:
+    """Train and verify on FSDP x TP ranks; then the engine of the last data-parallel rank becomes stale."""
+    mesh = init_mesh(tp)
+    for method, dtype in (("probe", torch.bfloat16), ("fingerprint", torch.bfloat16), ("probe", torch.float32)):
+        policy = parallelise(tiny_decoder(0, torch.float32), mesh, "fsdp")
+        learning = Learning(policy, method, dtype, mesh=mesh, lr=10 * LR)  # type: ignore[arg-type]
+        for _ in range(3):
+            shards = [local_tensor(weight.detach()).clone() for weight in policy.parameters()]
+            before, metrics = fingerprint(policy.weights()), learning.weight_sync.verify(learning.step)
+            assert fingerprint(policy.weights()) == before
+            now = [local_tensor(weight.detach()) for weight in policy.parameters()]
+            assert all(torch.equal(*pair) for pair in zip(shards, now, strict=True))
+            assert len(set(map(str, mesh.all_gather_objects(metrics)))) == 1
+            metrics = learning.update()
+        scores = learning.weight_sync._trainer_scores()[0] if method == "probe" else np.zeros(1)
+        weights = {name: weight.clone() for name, weight in policy.weights()}
+        if mesh.is_main:
+            torch.save((scores.tolist(), weights), folder / f"{method}-{dtype}.pt")
+        broken = BrokenWeights(policy, "frozen")
+        if mesh.dp_rank == mesh.dp_size - 1:
+            break_with(learning.engine, broken)
+        text = learning.steps_to_error(40)[1]
+        assert f"the weights of the engine of rank {mesh.world - mesh.tp_size} differ" in text
+        assert len(set(mesh.all_gather_objects((text, learning.step)))) == 1
+
+
+def check_on_ranks(world: int, tp: int, folder: Path) -> None:
+    start(world, verify_on_ranks, folder, tp)
+    for dtype in (torch.bfloat16, torch.float32):
+        scores, weights = torch.load(folder / f"probe-{dtype}.pt")
+        policy = tiny_decoder(1, torch.float32)
+        policy.load_state_dict(weights, strict=False)
+        learning = Learning(policy, dtype=dtype)
+        alone = learning.weight_sync._trainer_scores()[0]
+        assert np.abs(alone - np.array(scores)).max() < 1e-4  # the same weights, rounded alike
+
+
+@pytest.mark.slow
+def test_fsdp_ranks_verify_together_and_stop_together(tmp_path: Path) -> None:
+    check_on_ranks(2, 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_fsdp_and_tensor_parallel_ranks_verify_together_and_stop_together(tmp_path: Path) -> None:
+    check_on_ranks(4, 2, tmp_path)
