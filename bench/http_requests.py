@@ -2,7 +2,8 @@
 
     python bench/http_requests.py --json bench/results/http-requests-cpu.json
 
-256 requests run at a time; a process of its own answers each of them at once. See `assay.system.openai_client.SpreadTransport`.
+256 requests run at a time; another process answers each of them at once. See
+`assay.system.openai_client.SpreadTransport`.
 """
 
 from __future__ import annotations

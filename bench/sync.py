@@ -3,10 +3,10 @@
     python bench/sync.py configs/demo.toml --engines native assay --json bench/results/sync-cpu.json
 
 Trains the config with its own engine. Besides, there is one more engine per name in --engines and dtype in --dtypes.
-After each step it gets the weights with one defect after the other (tests/helpers/broken_sync.py), and without a defect, and
-each time it is verified by fingerprint and by probe. The engines assay, vllm and sglang are real servers; vllm needs
---vllm.python, and sglang --sglang.python. The engine hf serves other models than the config's: without --model, a
-random GPT-2 is trained. With --lora.rank, one defect is that adapters are not merged.
+After each step it gets the weights with one defect after the other (tests/helpers/broken_sync.py), and without a
+defect, and each time it is verified by fingerprint and by probe. The engines assay, vllm and sglang are real servers;
+vllm needs --vllm.python, and sglang --sglang.python. The engine hf serves other models than the config's: without
+--model, a random GPT-2 is trained. With --lora.rank, one defect is that adapters are not merged.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from count_lines import code_lines
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 AREAS = {  # files of the source, and their tests
     "algos": ("assay/algos", ["algos"]),
-    "learner": ("assay/training/learner", ["train/learner"]),
+    "learner": ("assay/training/learner", ["training/learner"]),
     "scheduler": (
         "assay/engine/native/scheduler.py",
         ["engine/native/test_scheduler.py"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # makes `processes` importable
-sys.path.append(str(ROOT / "tests" / "serve"))  # and the servers of tests
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))  # makes the modules there importable
 sys.path.append(str(ROOT / "bench"))  # and the scripts of benchmarks
 sys.path.append(str(ROOT))  # and the tests themselves, in processes that they start
 
@@ -56,3 +56,20 @@ def gsm8k_folder() -> Path:
     if not (folder / "train.jsonl").exists():
         pytest.skip("GSM8K is not here: set ASSAY_GSM8K to a folder with train.jsonl and test.jsonl")
     return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The order of sums depends on the number of threads: runs that must be equal to the last bit use one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No curves.png: plotting takes longer than a small run. tests/cli checks the picture."""
+    from assay.training import run
+
+    monkeypatch.setattr(run, "draw_curves", lambda path: None)

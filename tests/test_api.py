@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "train"))
 from small_run import SmallRuns
 
 from assay.api import Trainer

@@ -11,8 +11,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "train"))
 from docs_parts import ROOT, blocks, command_lines
 from small_run import CONFIG, SmallRuns
 

@@ -13,8 +13,12 @@ import pytest
 import torch
 from small_run import SmallRuns
 
-from assay.build import components, run
-from assay.build.run import check_writable, memory_by_purpose, memory_report, new_run
+from assay.build import policy as policy_module
+from assay.build import run as run_module
+from assay.build.dry_run import check_writable, memory_by_purpose, memory_report
+from assay.build.policy import choose_token_budget
+from assay.build.problems import build_algorithm
+from assay.build.run import new_run
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.engine.base import Capabilities, EngineInfo
@@ -159,11 +163,11 @@ def test_the_estimate_for_135m_parameters_on_a_cpu_is_below_the_available_memory
     available, cfg, dtype = 20 * 2**30, TrainConfig(), torch.float32
     with torch.device("meta"):
         policy = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
-    monkeypatch.setattr(components, "free_memory", lambda device: available)
-    tokens = components.choose_token_budget(policy, dtype, Mesh())
+    monkeypatch.setattr(policy_module, "free_memory", lambda device: available)
+    tokens = choose_token_budget(policy, dtype, Mesh())
     learner = Learner(
         cfg,
-        components.build_algorithm(cfg),
+        build_algorithm(cfg),
         Updater(policy, make_adamw(policy, 1e-3), token_budget=tokens, dtype=dtype),
         Schedule(1),
     )
@@ -180,7 +184,7 @@ def test_the_automatic_token_budget_is_saved_and_a_resumed_run_uses_it(
     small: SmallRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = []
-    updater = run.build_updater
+    updater = run_module.build_updater
 
     def build_updater(*args: Any) -> Updater:
         used.append(updater(*args))
@@ -191,11 +195,11 @@ def test_the_automatic_token_budget_is_saved_and_a_resumed_run_uses_it(
         folders = [run, small.checkpoint(checkpoints.last(run) or 0)]
         return [load_settings(TrainConfig, folder / "config.toml", {}).train.token_budget for folder in folders]
 
-    monkeypatch.setattr(run, "build_updater", build_updater)
-    monkeypatch.setattr(components, "cpu_token_budget", lambda *sizes: 64)
+    monkeypatch.setattr(run_module, "build_updater", build_updater)
+    monkeypatch.setattr(policy_module, "cpu_token_budget", lambda *sizes: 64)
     assert small.train("--train.steps", 1) == 0
     assert saved() == [64, 64]
-    monkeypatch.setattr(components, "cpu_token_budget", lambda *sizes: 32)  # another machine
+    monkeypatch.setattr(policy_module, "cpu_token_budget", lambda *sizes: 32)  # another machine
     small.lose_summary()
     assert small.train("--train.steps", 1, "--resume", "small") == 0  # the config file names no token budget
     assert small.resume("small", "--train.steps", 2) == 0
@@ -205,7 +209,7 @@ def test_the_automatic_token_budget_is_saved_and_a_resumed_run_uses_it(
 
 
 def test_a_token_budget_in_the_settings_is_used_as_it_is(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(components, "cpu_token_budget", lambda *sizes: 64)
+    monkeypatch.setattr(policy_module, "cpu_token_budget", lambda *sizes: 64)
     cfg = load_settings(TrainConfig, small.config, {"train.token_budget": 100, "runs_dir": str(small.runs)})
     run = new_run(cfg, Console(quiet=True))
     assert run.learner.updater.token_budget == run.cfg.train.token_budget == 100

@@ -11,9 +11,9 @@ from metric_rows import steps
 from test_learning import WRONG
 
 from assay.checks import Diagnosis, diagnose_run
-from assay.checks.files import RunFiles
 from assay.checks.folder import with_examples
 from assay.runs import Run
+from assay.runs.run_files import RunFiles
 
 NO_ANSWER = {"reward": 0.0, "status": "no_answer", "parsed": None, "parts": {}, "detail": "no \\boxed{...}"}
 

@@ -83,7 +83,7 @@ def test_the_repository_s_configs_are_within_the_ranges() -> None:
 
     from assay.config.settings import load_settings
 
-    folder = Path(__file__).resolve().parents[3] / "configs"
+    folder = Path(__file__).resolve().parents[2] / "configs"
     checked = 0
     for file in sorted(folder.glob("*.toml")):
         cfg = load_settings(TrainConfig, file, {})

@@ -1,4 +1,7 @@
-"""Rules that explain why a run cannot learn, on sequences of metrics. tests/training/test_diagnosed_runs.py: real runs."""
+"""Rules that explain why a run cannot learn, on sequences of metrics.
+
+tests/training/test_diagnosed_runs.py has real runs.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from train_parts import make_groups, tiny_decoder, weights_of
 
-from assay.build.components import build_algorithm
+from assay.build.problems import build_algorithm
 from assay.build.run import load_problems
 from assay.checks.run_rules import risky_settings, unused_settings
 from assay.config import TrainConfig

@@ -1,16 +1,11 @@
-"""Makes `small_run` (beside the tests of training) importable; runs in tests do not plot their curves."""
+"""Runs in tests do not plot their curves."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 from transformers.utils import logging as transformers_logging
 
 from assay.training import run as train_run
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 
 transformers_logging.get_logger()  # its handler keeps the stderr of this moment, which is not closed after a test
 

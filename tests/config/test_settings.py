@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from assay.build.components import build_algorithm
+from assay.build.problems import build_algorithm
 from assay.config import AlgoConfig, TrainConfig
 from assay.config.settings import RENAMED, keys, load_settings, parse_overrides, to_toml
 from assay.types import UserError

@@ -25,7 +25,7 @@ from assay.types import UserError
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = "Tom has 3 apples ."
 MEAN_GAP = 0.03 if CUDA else 2e-4  # of log-probabilities, in nats: on a GPU in bfloat16
 FEW = (

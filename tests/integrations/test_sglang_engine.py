@@ -27,7 +27,7 @@ from assay.integrations.sglang.engine import architecture_of
 from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 sglang = partial(connected, "sglang")
 CPU = torch.device("cpu")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from engine_parts import small_decoder, small_spec
 from http_parts import small_server
 from sglang_parts import FakeSGLang
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.append(str(ROOT / "tests" / "train"))
-
+ROOT = Path(__file__).resolve().parents[2]
 from broken_sync import break_sync  # noqa: E402
 from small_run import SmallRuns  # noqa: E402
 from sync_parts import Learning  # noqa: E402

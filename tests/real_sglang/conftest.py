@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from real_server import *  # noqa: F403 (fixtures)
+from real_server import CUDA, DEVICE, DTYPE, ROOT
 
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("train", "engine")]
-
-from real_server import *  # noqa: E402, F403 (fixtures)
-from real_server import CUDA, DEVICE, DTYPE, ROOT  # noqa: E402
-
-from assay.config import SGLangConfig  # noqa: E402
-from assay.engine import make_engine  # noqa: E402
-from assay.integrations.sglang.engine import SGLangEngine  # noqa: E402
-from assay.models import load_model  # noqa: E402
-from assay.text import Tokenizer  # noqa: E402
+from assay.config import SGLangConfig
+from assay.engine import make_engine
+from assay.integrations.sglang.engine import SGLangEngine
+from assay.models import load_model
+from assay.text import Tokenizer
 
 
 @pytest.fixture(scope="session")

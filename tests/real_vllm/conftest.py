@@ -7,24 +7,20 @@ ASSAY_SMOLLM2: see tests/helpers/real_server.py.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from real_server import *  # noqa: F403 (fixtures)
+from real_server import CUDA, DEVICE, DTYPE, ROOT
 
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("train", "engine")]
-
-from real_server import *  # noqa: E402, F403 (fixtures)
-from real_server import CUDA, DEVICE, DTYPE, ROOT  # noqa: E402
-
-from assay.config import VLLMConfig  # noqa: E402
-from assay.engine import make_engine  # noqa: E402
-from assay.integrations.vllm.engine import VLLMEngine  # noqa: E402
-from assay.models import load_model  # noqa: E402
-from assay.text import Tokenizer  # noqa: E402
+from assay.config import VLLMConfig
+from assay.engine import make_engine
+from assay.integrations.vllm.engine import VLLMEngine
+from assay.models import load_model
+from assay.text import Tokenizer
 
 
 @pytest.fixture(scope="session")

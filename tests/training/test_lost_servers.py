@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from serve_parts import save_folder, serving, tiny_model
 from small_run import SmallRuns, inject
 from test_server_faults import Gateway
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "serve"))
-
-from serve_parts import save_folder, serving, tiny_model
 
 from assay.engine.remote import base
 from assay.engine.remote.assay.engine import AssayEngine

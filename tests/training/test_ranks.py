@@ -13,7 +13,7 @@ from mesh_parts import trained_muon_updater
 from processes import start
 from train_parts import tiny_decoder
 
-from assay.build.components import build_algorithm
+from assay.build.problems import build_algorithm
 from assay.config import TrainConfig
 from assay.mesh import Mesh, check_equal, init_mesh, local_tensor
 from assay.runs import checkpoints

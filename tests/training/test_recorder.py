@@ -12,7 +12,7 @@ from small_run import SmallRuns
 from train_parts import make_groups, tiny_decoder
 from transformers import AutoModelForCausalLM
 
-from assay.build.components import build_algorithm
+from assay.build.problems import build_algorithm
 from assay.config import TrainConfig
 from assay.engine import SamplingParams, make_engine
 from assay.models import build_preset

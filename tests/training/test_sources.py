@@ -13,7 +13,7 @@ from small_run import SmallRuns
 from train_parts import full_logprobs, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.build import components
+from assay.build.engines import build_engine
 from assay.config import TrainConfig
 from assay.models import build_preset
 from assay.rewards import FunctionJudge, JudgePool
@@ -93,7 +93,7 @@ def make_source(judge: JudgePool, **algo: Any) -> OnPolicySource:
     tokenizer = word_tokenizer(task.words())  # type: ignore[attr-defined]
     policy = build_preset("nano", tokenizer.vocab_size, 64, seed=0)
     renderer = Renderer(tokenizer)
-    engine = components.build_engine(cfg, policy, renderer, 64)
+    engine = build_engine(cfg, policy, renderer, 64)
     made = make_algorithm("grpo", **algo)
     stream = PromptStream(task.prompts("train"), cfg.seed)
     return OnPolicySource(cfg, made, Collector(engine, renderer, judge), stream, Schedule(9))

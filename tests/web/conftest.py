@@ -1,9 +1,8 @@
-"""Makes `web_parts` and `small_run` importable; indexes are written to a folder of the tests; a real browser."""
+"""Indexes are written to a folder of the tests; a real browser."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 
 from assay.training import run as train_run
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parent.parent / "train"))
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )

@@ -23,7 +23,9 @@ from assay.bench import RunProgress, judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
 from assay.bench.results import summarize
 from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings, updater_fields
-from assay.build import components
+from assay.build.engines import build_engine
+from assay.build.policy import choose_token_budget, prepare_policy
+from assay.build.problems import build_algorithm
 from assay.config import TrainConfig
 from assay.engine import BaseEngine
 from assay.mesh import Mesh
@@ -64,9 +66,9 @@ def make_config(options: StepOptions, samples: int = 2, new: int = 1, temperatur
 
 def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions, progress: Progress) -> Learner:
     o = cfg.optim
-    components.prepare_policy(policy, cfg.train)
+    prepare_policy(policy, cfg.train)
     dtype = pick_dtype(cfg.dtype, policy.device)
-    tokens = components.choose_token_budget(policy, dtype, Mesh(policy.device))
+    tokens = choose_token_budget(policy, dtype, Mesh(policy.device))
     settings = {"max_grad_norm": o.max_grad_norm, "token_budget": tokens} | parse_settings(options.set)
     updater = Updater(
         policy,
@@ -76,7 +78,7 @@ def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions, pr
         progress=progress,
         **settings,
     )
-    return Learner(cfg, components.build_algorithm(cfg), updater, Schedule(total_steps=sys.maxsize))
+    return Learner(cfg, build_algorithm(cfg), updater, Schedule(total_steps=sys.maxsize))
 
 
 @dataclass
@@ -176,7 +178,7 @@ def step_benchmark(work: Workload, options: StepOptions, progress: Progress | No
     cfg = make_config(options, work.samples, work.new, work.temperature)
     cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
     renderer = number_renderer(policy.vocab_size)
-    engine = components.build_engine(cfg, policy, renderer, work.max_length)
+    engine = build_engine(cfg, policy, renderer, work.max_length)
     shown = RunProgress(progress, options.steps, "step")
     learner = make_learner(policy, cfg, options, shown)
     if learner.algo.needs.reference:

@@ -1,0 +1,1 @@
+"""Settings -> task, judge, model, engine and run, for training, evaluation, chat and server."""

@@ -1,13 +1,12 @@
-"""Settings -> a run that is ready to train: a new one, one resumed from its last checkpoint, or a dry run.
+"""Settings -> a run that is ready to train: a new one, or one resumed from its last checkpoint.
 
-All of them call `assemble`, which builds every component (see `components`) and checks the inputs (see `checks`).
+Both call `assemble`, which builds every component and checks the inputs. So does a dry run (see `dry_run`).
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,18 @@ import torch
 from safetensors import SafetensorError
 
 from assay.algos import LengthLimits
-from assay.build import components, trials
+from assay.build import trials
+from assay.build.engines import build_collector, build_engine, is_custom_backend
+from assay.build.policy import (
+    build_policy,
+    build_renderer,
+    build_tokenizer,
+    choose_token_budget,
+    model_source,
+    prepare_policy,
+    set_up_threads,
+)
+from assay.build.problems import build_algorithm, build_demonstrations, build_problems, select_prompts, take
 from assay.build.trust import remember_trust
 from assay.checks import run_rules
 from assay.config import RewardConfig, TrainConfig
@@ -23,7 +33,6 @@ from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
-from assay.models.device import free_memory
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -36,7 +45,7 @@ from assay.training import checkpoint
 from assay.training.async_source import AsyncSource
 from assay.training.evaluation import RunEvaluator
 from assay.training.learner.critic import make_critic
-from assay.training.learner.learner import Learner, solution_rows
+from assay.training.learner.learner import Learner
 from assay.training.learner.optim import make_optimizer
 from assay.training.learner.parallel import parallelise
 from assay.training.learner.subprocess_updater import SubprocessUpdater, policy_device
@@ -49,7 +58,7 @@ from assay.training.reference import load_reference
 from assay.training.run import TrainingRun
 from assay.training.sources import OnPolicySource, PromptStream, Replay
 from assay.training.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method
-from assay.types import Prompt, UserError, plural
+from assay.types import Prompt, UserError
 
 CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start; a dry run checks more
 
@@ -156,7 +165,7 @@ def load_tensors(run: TrainingRun, step: int) -> None:
 
 def named_model(cfg: TrainConfig, mesh: Mesh) -> str:
     """Source of the model in the settings; rank 0 verifies its checksums."""
-    return mesh.on_main(lambda: components.model_source(cfg.model, cfg.runs_dir))
+    return mesh.on_main(lambda: model_source(cfg.model, cfg.runs_dir))
 
 
 def inherit_replay(run: TrainingRun) -> None:
@@ -184,24 +193,24 @@ def assemble(
     """
     run_rules.check_settings(cfg)
     device = policy_device(cfg, mesh)
-    algo = components.build_algorithm(cfg)
+    algo = build_algorithm(cfg)
     check_layout(cfg, mesh, algo)
     dtype = pick_dtype(cfg.dtype, mesh.device)
     task, train, evaluations = load_problems(cfg, console)
     # Before the model, which may take minutes to load.
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         run_rules.check_judge(judge, train[0])
-    tokenizer = components.build_tokenizer(cfg.model, source, task)
-    renderer = components.build_renderer(cfg.prompt, tokenizer, task)
-    train = components.select_prompts(train, cfg, renderer, console)
+    tokenizer = build_tokenizer(cfg.model, source, task)
+    renderer = build_renderer(cfg.prompt, tokenizer, task)
+    train = select_prompts(train, cfg, renderer, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
-    components.set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
+    set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     for cause in run_rules.settings_problems(cfg, algo, task, policy.parameter_count):
         console.warn(str(cause))
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
-        tokens = components.choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
+        tokens = choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
-    demonstrations = components.build_demonstrations(cfg, renderer, console)
+    demonstrations = build_demonstrations(cfg, renderer, console)
     splits = {"train": train} | {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
     trials.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
@@ -209,11 +218,11 @@ def assemble(
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
     trials.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
-    components.prepare_policy(policy, cfg.train, mesh.world)
+    prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
-    collector = components.build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
+    collector = build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
     trials.check_collector(cfg, collector, train, evaluations, policy, console)
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
@@ -243,8 +252,8 @@ def assemble(
 
 def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
     """The task or environment, the prompts of the train split, and those of evaluations by label."""
-    task = components.build_problems(cfg.task, cfg.env)
-    train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
+    task = build_problems(cfg.task, cfg.env)
+    train = take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
     for cause in run_rules.data_problems(cfg, train, evaluations, console.note):
         if cause.severity == "error":  # no problem of an evaluation is new to the model
@@ -284,9 +293,9 @@ def load_policy(
     A model that will be quantized is loaded to main memory first, and moved to the device layer by layer.
     """
     quantize = bool(cfg.lora.quantize)
-    with components.loading(cfg.model.source, console) as report:
+    with console.loading(cfg.model.source) as report:
         target = torch.device("cpu") if quantize else device
-        policy = components.build_policy(cfg.model, source, tokenizer, target, cfg.seed, dtype, report, frozen=quantize)
+        policy = build_policy(cfg.model, source, tokenizer, target, cfg.seed, dtype, report, frozen=quantize)
     if quantize:
         policy.quantize(device)
     if tokenizer.vocab_size > policy.vocab_size:
@@ -322,7 +331,7 @@ def shard_and_build_engine(
 ) -> BaseEngine:
     """Shard the policy over the ranks, and build the engine that serves it, or this rank's part of the engine."""
     build = partial(
-        components.build_engine,
+        build_engine,
         cfg,
         policy,
         renderer,
@@ -331,7 +340,7 @@ def shard_and_build_engine(
         device=mesh.device,
         notify=console.warn,
     )
-    copies_model = components.is_custom_backend(cfg.engine) or not isinstance(policy, Decoder)
+    copies_model = is_custom_backend(cfg.engine) or not isinstance(policy, Decoder)
     engine = build() if copies_model else None  # copies the model before it is sharded
     parallelise(policy, mesh, cfg.parallel.mode, dtype)
     return engine or build()  # sizes its KV cache by the memory that is left
@@ -339,14 +348,14 @@ def shard_and_build_engine(
 
 def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Prompt]]:
     """Problems of the evaluations start, before and after, and of the periodic one, by label."""
-    final = components.take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
+    final = take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
     # A randomly initialized model is not evaluated before its warm start.
     warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(run_rules.PRESET)
     labels = ("start", "before", "after") if warm_started else ("before", "after")
     prompts = dict.fromkeys(labels, final)
     if has_rl_steps(cfg):
         try:
-            prompts["eval"] = components.take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
+            prompts["eval"] = take(task.prompts(cfg.eval.split), cfg.eval.examples, cfg.eval.split)
         except NoSuchSplit as error:
             if cfg.eval.every:
                 raise UserError(f"{error}; eval.every = 0 turns periodic evaluation off") from None
@@ -356,94 +365,3 @@ def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Promp
 def has_rl_steps(cfg: TrainConfig) -> bool:
     """Whether the run is more than supervised fine-tuning."""
     return bool(cfg.train.steps or cfg.train.epochs or cfg.train.budget)
-
-
-GIB = 2**30
-
-
-def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
-    """Build a run and check its inputs without training. Yields the report line by line."""
-    mesh = start_mesh(cfg)
-    source = components.model_source(cfg.model, cfg.runs_dir)
-    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=trials.READ)
-    collector, stream, learner = run.collector, run.source.prompts, run.learner
-    with collector:
-        prompts = stream.next(min(max(cfg.train.prompts, trials.PROMPTS), 64))
-        lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
-        longest, limit = max(lengths), collector.engine.info.max_length
-        task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
-        yield f"task {task}: {plural(len(stream.prompts), 'train problem')}; {plural(run.schedule.total_steps, 'step')}"
-        new = cfg.sampling.max_new_tokens
-        yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
-        if longest + new > limit:
-            yield f"warning: prompt and answer can exceed the context of {limit} tokens; longer answers are cut off"
-        verdict = run_rules.check_judge(collector.judge, prompts[0])
-        if collector.env is None or collector.env.judged:
-            yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
-        if cfg.sft.steps:
-            first_batch = run.demonstrations[: cfg.sft.batch]
-            rows = solution_rows(first_batch, collector.renderer, learner.policy.max_length)
-            longest_solution = plural(max(sum(row.trained) for row in rows), "token")
-            yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
-        if learner.algo.needs.reference:
-            load_reference(learner.updater, cfg, run.tokenizer, console)
-        check_writable(Path(cfg.runs_dir))
-        sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
-        if collector.env is not None:
-            trials.try_env(collector.env, prompts[0])
-        if has_rl_steps(cfg):
-            yield trials.try_update(cfg, collector, learner, prompts)
-    yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
-
-
-def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> Iterator[str]:
-    """`sizes`: bytes by purpose."""
-    for name, size in sizes.items():
-        yield f"{name:<28}{size / GIB:8.2f} GiB"
-    needed, free = sum(sizes.values()), free_memory(mesh.device)
-    yield f"{'estimated total':<28}{needed / GIB:8.2f} GiB on {mesh.device}, train.token_budget = {token_budget}"
-    if free is not None and needed > free:
-        yield (
-            f"warning: only {free / GIB:.2f} GiB are free; lower train.token_budget or engine.max_batch (a micro-batch "
-            "that does not fit is halved during the run)"
-        )
-    else:
-        yield "all checks passed"
-
-
-def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, prompt_tokens: int) -> dict[str, float]:
-    """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
-    policy, updater, critic = learner.policy, learner.updater, learner.critic
-    count = policy.parameter_count
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    base_is_reference = policy.lora is not None and not cfg.algo.reference and not cfg.sft.steps
-    base_is_reference = base_is_reference and not components.reference_is_dynamic(cfg.algo)
-    compute_bytes = 2 if updater.dtype == torch.bfloat16 else 4
-    reference_bytes = 4 if cfg.algo.reference_ema else compute_bytes
-    reference = updater.reference  # loaded by now if the settings name one
-    reference_count = count if reference is None else sum(p.numel() for p in reference.parameters())
-    has_reference = learner.algo.needs.reference and not base_is_reference and updater.served is None
-    engine_bytes = torch.finfo(engine.info.dtype).bits // 8
-    sizes = {
-        "weights, gradients, AdamW": policy.weight_bytes + 12.0 * trained,
-        "engine's copy of the weights": float(engine_bytes * count),
-        "reference": float(reference_bytes * reference_count) if has_reference else 0.0,
-    }
-    if critic is not None and not critic.shared:
-        sizes["critic, gradients, AdamW"] = 16.0 * count
-    length = min(prompt_tokens + cfg.sampling.max_new_tokens, engine.info.max_length)
-    sequences = cfg.train.prompts * cfg.train.samples
-    tokens = min(updater.token_budget, sequences * length)
-    if isinstance(policy, Decoder):
-        spec = policy.spec
-        sequences = min(engine.info.max_batch, sequences)
-        sizes["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length * sequences
-        sizes["activations"] = float(tokens * components.activation_bytes(spec, updater.dtype, policy.recompute))
-    sizes["logits"] = 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)
-    return {name: size for name, size in sizes.items() if size}
-
-
-def check_writable(runs_dir: Path) -> None:
-    folder = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{folder} is not writable: choose another folder with --runs_dir")

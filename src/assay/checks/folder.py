@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Any
 
 from assay.checks.causes import Diagnosis, percent, ranked, setting
-from assay.checks.files import RunFiles
 from assay.checks.rules import diagnose
 from assay.checks.speed import slower_than_best
 from assay.runs.directory import Run
+from assay.runs.run_files import RunFiles
 from assay.types import Status, describe_error, excerpt
 
 UNEXPECTED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # values of a damaged file

@@ -116,7 +116,7 @@ def load_chat_model(
     """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
     to be comparable.
     """
-    from assay.build import components
+    from assay.build.engines import build_server, episode_limits
     from assay.cli.chat_screen import ChatModel, Played
     from assay.cli.chat_session import answers_any_question
 
@@ -124,10 +124,10 @@ def load_chat_model(
     needs_task = cfg.env.name or (cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name)
     try:
         problems = questions.problems(cfg.task, cfg.env) if needs_task else None
-        renderer, engine = components.build_server(model, cfg, problems, console)
+        renderer, engine = build_server(model, cfg, problems, console)
     except UserError as error:
         raise UserError(str(error) if model in str(error) else f"{model}: {error}") from error
     chat_model = ChatModel(model, renderer, engine)
     if answers_any_question(problems):
-        chat_model.played = Played(problems, components.episode_limits(cfg.env))
+        chat_model.played = Played(problems, episode_limits(cfg.env))
     return chat_model

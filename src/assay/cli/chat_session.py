@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
-from assay.build import components
+from assay.build.engines import episode_limits
+from assay.build.problems import build_problems, take
 from assay.cli.chat_screen import ChatModel, Played, Reply, ReplyStream, Screen
 from assay.config import MeasureConfig
 from assay.config.sections import EnvConfig, TaskConfig
@@ -20,6 +21,7 @@ from assay.rewards import Judging
 from assay.rollout import Collector, request_seed
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
+from assay.tasks.judging import build_judge_pool
 from assay.types import Finish, Message, Prompt, Status, UserError, plural, unknown_name
 
 INPUT_PROMPT = "> "
@@ -85,7 +87,7 @@ class TaskQuestions:
         key = task.model_dump_json() + env.model_dump_json()
         if key not in self._problems:
             try:
-                self._problems[key] = components.build_problems(task, env)
+                self._problems[key] = build_problems(task, env)
             except UserError as error:
                 hint = "" if task.path else "; give the path of its data with --task NAME --task.path PATH"
                 hint = '; to chat without the environment, add --env ""' if env.name else hint
@@ -97,12 +99,12 @@ class TaskQuestions:
         problems = self.task(name)
         if not isinstance(problems, Env) or answers_any_question(problems):
             return None
-        return Played(problems, components.episode_limits(self._cfg.env))
+        return Played(problems, episode_limits(self._cfg.env))
 
     def question(self, request: TaskRequest, rng: random.Random) -> tuple[Prompt, str, int]:
         """Return a problem, its split and its index."""
         split = request.split or self._default_split(request.name)
-        prompts = components.take(prompts_of(self.task(request.name), split), 0, split, endless=True)
+        prompts = take(prompts_of(self.task(request.name), split), 0, split, endless=True)
         size = len(prompts)
         if request.index is None:
             index = rng.randrange(RANDOM_RANGE if size >= UNLIMITED else size)
@@ -140,7 +142,7 @@ class TaskQuestions:
             cfg = settings.reward
             # One worker is enough for one user; a second would only delay the first verdict.
             single = cfg.model_copy(update={"workers": min(cfg.workers, 1)})
-            self._judges[name] = components.build_judge_pool(single, self.task(name), settings.judge)
+            self._judges[name] = build_judge_pool(single, self.task(name), settings.judge)
         return self._judges[name]
 
 

@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Console) -> int:
-    from assay.build import components
+    from assay.build.problems import build_problems
     from assay.envs import Env
     from assay.evals.report import compare
 
-    task = components.build_problems(cfg.task, cfg.env)
+    task = build_problems(cfg.task, cfg.env)
     if args.data and not task.has_all and cfg.eval.final_split == "all":
         cfg.eval.final_split = "test"  # a user's task may read the file in its own way
     prompts = problems(task, cfg)
@@ -202,7 +202,7 @@ def warn_of_changes(cfg: TrainConfig, folder: Path) -> None:
 
 
 def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
-    from assay.build import components
+    from assay.build.problems import take
     from assay.tasks.base import UNLIMITED, prompts_of
 
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.eval.final_split in ("train", "all"):
@@ -212,25 +212,25 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
         )
     prompts = prompts_of(task, cfg.eval.final_split)
     count = cfg.eval.final_examples or (GENERATED if len(prompts) >= UNLIMITED else 0)
-    return list(components.take(prompts, count, cfg.eval.final_split))
+    return list(take(prompts, count, cfg.eval.final_split))
 
 
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
-    from assay.build import components
+    from assay.build.engines import build_collector, build_server
     from assay.build.trials import unknown_prompt_words
     from assay.evals.report import evaluate
     from assay.integrations.openai import OpenAIEngine
     from assay.rewards import JudgePanel
     from assay.rollout import sampling_params
 
-    renderer, engine = components.build_server(model, cfg, task, console)
+    renderer, engine = build_server(model, cfg, task, console)
     for warning in unknown_prompt_words(cfg.eval.final_split, prompts[:CHECKED_TEXTS], renderer):
         console.warn(warning)
     params = sampling_params(cfg.eval, cfg.eval.samples)
     console.note(f"{model}: {plural(len(prompts), 'problem')} x {plural(params.n, 'sample')}")
-    collector = components.build_collector(cfg, task, engine, renderer, progress=console.progress)
+    collector = build_collector(cfg, task, engine, renderer, progress=console.progress)
     with collector.judge:
         report, groups = evaluate(collector, prompts, params, cfg.seed)
     if answers:

@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
-    from assay.build import components
+    from assay.build.engines import build_server
     from assay.server.frontend import serve
     from assay.server.server import Serving
 
     with Console(sys.stderr) as console:
-        renderer, engine = components.build_server(model, cfg, None, console, any_style=True)
+        renderer, engine = build_server(model, cfg, None, console, any_style=True)
         has_chat = renderer.style == "chat" or bool(cfg.prompt.template) or cfg.prompt.style == "raw"
         if not has_chat:
             console.note("the model has no chat template: /v1/chat/completions is not available")

@@ -55,7 +55,7 @@ def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
     if cfg.model.source:
         console.announce(f"loading {cfg.model.source}")  # the imports below take seconds
     if dry_run:
-        from assay.build.run import dry_run as check
+        from assay.build.dry_run import dry_run as check
 
         for line in check(cfg, console):
             console.note(line)

@@ -189,6 +189,11 @@ class AlgoConfig(
 
     short_form: ClassVar = "recipe"
 
+    @property
+    def dynamic_reference(self) -> bool:
+        """Whether the reference model changes during a run."""
+        return self.refresh_reference > 0 or self.reference_ema > 0
+
     @model_serializer(mode="wrap")
     def only_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without the fields that are left to the recipe: written out and read back, they would override it."""

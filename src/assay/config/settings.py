@@ -33,7 +33,7 @@ Split = Literal["train", "validation", "test"]
 
 
 class Resource(Enum):
-    """What a setting names. In runs of other people, its use needs the user's consent (`train/trust.py`)."""
+    """What a setting names. In runs of other people, its use needs the user's consent (`build/trust.py`)."""
 
     CODE = "imports Python code"
     PROGRAM = "runs programs, or code that comes with a model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,30 +70,6 @@ def make_hf(model: PolicyModel, **options: Any) -> BaseEngine:
     return HFEngine(model, **options)
 
 
-def make_assay(model: PolicyModel, **options: Any) -> BaseEngine:
-    from assay.engine.remote.assay.engine import AssayEngine
-
-    return AssayEngine(model, **options)
-
-
-def make_vllm(model: PolicyModel, **options: Any) -> BaseEngine:
-    from assay.integrations.vllm.engine import VLLMEngine
-
-    return VLLMEngine(model, **options)
-
-
-def make_sglang(model: PolicyModel, **options: Any) -> BaseEngine:
-    from assay.integrations.sglang.engine import SGLangEngine
-
-    return SGLangEngine(model, **options)
-
-
-def make_openai(model: PolicyModel, **options: Any) -> BaseEngine:
-    from assay.integrations.openai import NO_WEIGHTS
-
-    raise UserError(NO_WEIGHTS)
-
-
 def without_group(make: Backend, name: str = "a custom engine") -> Backend:
     """Wrap a backend that serves a whole model on one device."""
 
@@ -104,13 +81,14 @@ def without_group(make: Backend, name: str = "a custom engine") -> Backend:
     return build
 
 
-ENGINES: dict[str, Backend] = {
+# A backend in another process is given as "module:name", which is imported when it is used.
+ENGINES: dict[str, Backend | str] = {
     "native": make_native,
     "hf": without_group(make_hf, "the hf engine"),
-    "assay": make_assay,
-    "vllm": make_vllm,
-    "sglang": make_sglang,
-    "openai": make_openai,  # commands that need no weights build it themselves
+    "assay": "assay.engine.remote.assay.engine:AssayEngine",
+    "vllm": "assay.integrations.vllm.engine:VLLMEngine",
+    "sglang": "assay.integrations.sglang.engine:SGLangEngine",
+    "openai": "assay.integrations.openai:refuse_weights",  # commands that need no weights build it themselves
 }
 
 
@@ -129,6 +107,8 @@ def make_engine(
     if isinstance(backend, str) and backend not in ENGINES:
         raise unknown_name("engine", backend, ["auto", *ENGINES])
     make = ENGINES[backend] if isinstance(backend, str) else without_group(backend)
+    if isinstance(make, str):
+        make = pkgutil.resolve_name(make)
     engine = make(model, **vars(EngineOptions(**options)), **(settings or {}))
     engine.update_weights(model, version=0)
     return engine

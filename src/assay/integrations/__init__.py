@@ -1,0 +1,1 @@
+"""Other packages and programs. The core loads what is here by name, so that their packages are optional."""

@@ -1,8 +1,8 @@
 """The engine `openai`: answers of an OpenAI-compatible endpoint, for evaluations and chats.
 
 The endpoint takes messages or text and returns text: the `prompt_ids` of a request are messages and texts (see
-`assay.text.message_renderer`), and completions have a text instead of token ids. There are no weights and no log-probabilities,
-so this engine cannot train.
+`assay.text.message_renderer`), and completions have a text instead of token ids. There are no weights and no
+log-probabilities, so this engine cannot train.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,6 +30,10 @@ from assay.system.openai_client import Endpoint, EndpointError, Usage
 from assay.types import Completion, Finish, Message, UserError
 
 NO_WEIGHTS = "engine openai has no weights and no log-probabilities: it is for assay eval and assay chat"
+
+
+def refuse_weights(*args: object, **options: object) -> NoReturn:
+    raise UserError(NO_WEIGHTS)
 
 
 class OpenAIEngine(ServerEngine):
@@ -52,10 +56,10 @@ class OpenAIEngine(ServerEngine):
     # -- the interface
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        raise UserError(NO_WEIGHTS)
+        refuse_weights()
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        raise UserError(NO_WEIGHTS)
+        refuse_weights()
 
     def close(self) -> None:
         self.end_requests()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any, ClassVar, cast
 
 from rich.console import Console as RichConsole
@@ -282,6 +283,16 @@ class Console:
             operation.updated = now
         elif not self._live and operation.line_is_due(done, tokens, self._last_line_at, now):
             self._print("  ".join(filter(None, (what, operation.facts(done, total, unit, tokens, now, most_tokens)))))
+
+    @contextmanager
+    def loading(self, source: str) -> Iterator[Callable[..., None]]:
+        """Show that a model is loaded; yields a function that shows how far it is, for `load_model`."""
+        what = f"loading {source}"
+        self.announce(what)
+        try:
+            yield partial(self.progress, what)
+        finally:
+            self.end_operation()
 
     def end_operation(self) -> None:
         """Remove the operation from the live display, which disappears unless it also shows the steps of a run."""

@@ -1,2 +1,1 @@
-"""Process management: start worker processes, exchange messages with them, confine them, and end them with everything
-they started."""
+"""The machine: worker processes and their sandbox, HTTP clients and servers, event loops, free memory, model files."""

@@ -1,0 +1,1 @@
+"""Checkers for authors of engines and environments."""

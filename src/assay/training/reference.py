@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from assay.build.components import loading, reference_is_dynamic
 from assay.checks.run_rules import PRESET
 from assay.config import TrainConfig
 from assay.engine.remote.scoring import ScoringClient
@@ -49,13 +48,13 @@ def load_reference(
     if cfg.reference.url:
         return serve_reference(updater, cfg)
     saved = None if run_path is None else checkpoints.folder(run_path, step) / FOLDER
-    if saved is not None and reference_is_dynamic(cfg.algo):
+    if saved is not None and cfg.algo.dynamic_reference:
         set_reference(updater, cfg, str(saved))
     elif cfg.algo.reference.startswith(PRESET):
         raise UserError(f"algo.reference = {cfg.algo.reference!r} is untrained: name a folder, or run:NAME@last")
     elif cfg.algo.reference:
         source = updater.mesh.on_main(lambda: resolve_model(cfg.algo.reference, Path(cfg.runs_dir)))
-        with loading(f"the reference {cfg.algo.reference}", console) as report:
+        with console.loading(f"the reference {cfg.algo.reference}") as report:
             same_tokenizer = has_same_tokenizer(source, tokenizer, cfg.algo.reference)
             set_reference(updater, cfg, source, same_tokenizer, report)
     elif run_path is not None and (run_path / FOLDER).exists():
@@ -72,7 +71,7 @@ def load_reference(
 
 def serve_reference(updater: Updater, cfg: TrainConfig) -> None:
     """Use the model at `reference.url`."""
-    if cfg.algo.reference or reference_is_dynamic(cfg.algo):
+    if cfg.algo.reference or cfg.algo.dynamic_reference:
         raise UserError(
             "reference.url names the reference, which does not change: remove it, or algo.reference, "
             "algo.refresh_reference and algo.reference_ema"
@@ -88,7 +87,7 @@ def freeze_reference(updater: Updater, cfg: TrainConfig, run_path: Path) -> None
     """
     if updater.reference is not None or updater.served is not None:
         return
-    if updater.policy.adapters_are_zero() and not reference_is_dynamic(cfg.algo):
+    if updater.policy.adapters_are_zero() and not cfg.algo.dynamic_reference:
         updater.reference = updater.policy
         return
     target, is_main = run_path / FOLDER, updater.mesh.is_main
@@ -143,6 +142,6 @@ def set_reference(
         )
     check_weights(updater.mesh, "reference", reference)
     reference = parallelise(reference.requires_grad_(False), updater.mesh, cfg.parallel.mode, updater.dtype)
-    if reference_is_dynamic(cfg.algo) and weight_shapes(reference.network) != weight_shapes(updater.policy.network):
+    if cfg.algo.dynamic_reference and weight_shapes(reference.network) != weight_shapes(updater.policy.network):
         raise UserError("a dynamic reference must have the shape of the policy: choose another algo.reference")
     updater.reference = reference.eval()

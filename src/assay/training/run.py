@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar
 
-from assay.build.components import reference_is_dynamic
 from assay.checks import as_facts
 from assay.config import TrainConfig
 from assay.config.settings import to_toml
@@ -217,7 +216,7 @@ class TrainingRun:
             self.warm_start.optimizer if self.warm_start else learner.updater.optimizer,
             self.tokenizer,
             self.mesh,
-            learner.updater.reference if reference_is_dynamic(self.cfg.algo) else None,
+            learner.updater.reference if self.cfg.algo.dynamic_reference else None,
             self.replay.buffer,
             learner.critic,
             to_toml(self.cfg),

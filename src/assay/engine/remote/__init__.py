@@ -1,1 +1,1 @@
-"""Engines in other processes: their common base, and one package or module for each kind of server."""
+"""Engines in other processes: their common base, and the engine `assay`. `assay.integrations` has the others."""

@@ -129,15 +129,15 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 STAGED = (
     "engine/remote/server_side.py",
-    "engine/remote/vllm/access.py",
-    "engine/remote/vllm/worker.py",
+    "integrations/vllm/access.py",
+    "integrations/vllm/worker.py",
     "models/fingerprint.py",
 )
 
 
 def stage(folder: Path) -> None:
     """Copy the modules that vLLM's process imports into `folder`, as a package of the same name."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     for name in STAGED:
         target = folder / "assay" / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 
 from assay.algos import Algorithm
-from assay.build import components
+from assay.build.policy import PRESET_LENGTH, model_source
+from assay.build.problems import build_algorithm, build_problems, take
 from assay.build.run import evaluation_prompts
 from assay.checks import Diagnosis, run_rules
 from assay.checks.causes import now, ranked
@@ -36,9 +37,9 @@ def diagnose_config(cfg: TrainConfig) -> list[Diagnosis]:
     """Causes that the settings, the task and the size of the model show, most important first."""
     found: list[Diagnosis] = []
     attempt(found, lambda: run_rules.check_settings(cfg))
-    algo = attempt(found, lambda: components.build_algorithm(cfg), "zero_loss" if cfg.train.samples == 1 else "refused")
+    algo = attempt(found, lambda: build_algorithm(cfg), "zero_loss" if cfg.train.samples == 1 else "refused")
     spec = attempt(found, lambda: model_spec(cfg))
-    task = attempt(found, lambda: components.build_problems(cfg.task, cfg.env))
+    task = attempt(found, lambda: build_problems(cfg.task, cfg.env))
     found += run_rules.settings_problems(cfg, algo, task, spec.parameters if spec else None)
     if spec is not None and (cause := estimate_memory(cfg, spec, algo)):
         found.append(cause)
@@ -72,7 +73,7 @@ def merged(causes: list[Diagnosis]) -> Iterator[Diagnosis]:
 
 def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
     """Check the judge on one problem, and the splits."""
-    train = components.take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
+    train = take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         attempt(found, lambda: run_rules.check_judge(judge, train[0]), "judge_fails")
     found += run_rules.data_problems(cfg, train, evaluation_prompts(cfg, task), note=lambda text: None)
@@ -80,9 +81,9 @@ def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
 
 def model_spec(cfg: TrainConfig) -> ModelSpec | None:
     """The shape of the model, without its weights; None if it is not known here, as of a model on the hub."""
-    source = components.model_source(cfg.model, cfg.runs_dir)
+    source = model_source(cfg.model, cfg.runs_dir)
     if source.startswith(run_rules.PRESET):
-        length = cfg.model.max_length or components.PRESET_LENGTH
+        length = cfg.model.max_length or PRESET_LENGTH
         return preset(source.removeprefix(run_rules.PRESET), TYPICAL_VOCABULARY, length)
     config = Path(source).expanduser() / "config.json"
     try:

@@ -13,15 +13,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from assay.build import components
-from assay.build.components import (
-    activation_bytes,
-    build_algorithm,
-    build_renderer,
-    choose_token_budget,
-    cpu_token_budget,
-    gold_episodes,
-)
+from assay.build import policy as policy_module
+from assay.build.policy import activation_bytes, build_renderer, choose_token_budget, cpu_token_budget
+from assay.build.problems import build_algorithm, build_demonstrations, build_task, gold_episodes, select_prompts
 from assay.config import PromptConfig, TrainConfig
 from assay.envs import make_env
 from assay.envs.builtin import GuessNumber
@@ -76,11 +70,11 @@ def test_few_shot_examples_come_from_the_train_split_without_a_file() -> None:
 def test_few_shot_examples_of_the_train_split_are_not_trained_on(args: dict[str, Any]) -> None:
     task = {"name": "mix" if "tasks" in args else "abacus", "args": args}
     cfg = TrainConfig.model_validate({"task": task, "prompt": {"few_shot": 5}, "sft": {"steps": 1}})
-    given = components.build_task(cfg.task).prompts("train")
-    renderer = build_renderer(cfg.prompt, word_tokenizer(TASK.words()), components.build_task(cfg.task))
+    given = build_task(cfg.task).prompts("train")
+    renderer = build_renderer(cfg.prompt, word_tokenizer(TASK.words()), build_task(cfg.task))
     lines = io.StringIO()
-    trained = components.select_prompts(given, cfg, renderer, Console(lines))
-    demonstrations = components.build_demonstrations(cfg, renderer, Console(quiet=True))
+    trained = select_prompts(given, cfg, renderer, Console(lines))
+    demonstrations = build_demonstrations(cfg, renderer, Console(quiet=True))
     for prompts in (trained, demonstrations):
         asked_ids = {prompt.id for prompt in prompts[:24]}
         assert len(asked_ids) == min(24, len(given) - 5) and not asked_ids & {prompt.id for prompt in given[:5]}
@@ -181,7 +175,7 @@ def test_estimated_activations_are_those_of_a_backward_pass(recompute: bool) -> 
 def test_recomputation_allows_a_larger_token_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         large = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
-    monkeypatch.setattr(components, "free_memory", lambda device: 8 * 2**30)
+    monkeypatch.setattr(policy_module, "free_memory", lambda device: 8 * 2**30)
     budgets = [choose_token_budget(large, torch.float32, Mesh(), recompute) for recompute in (False, True)]
     assert budgets == [1024, 16384]
 
@@ -190,7 +184,7 @@ def check_shares(mesh: Mesh, free: list[int], hosts: list[str], expected: int) -
     with torch.device("meta"):
         large = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(components, "free_memory", lambda device: free[mesh.rank] * 2**30)
+        patch.setattr(policy_module, "free_memory", lambda device: free[mesh.rank] * 2**30)
         patch.setattr("socket.gethostname", lambda: hosts[mesh.rank])
         assert choose_token_budget(large, torch.float32, mesh) == expected
 

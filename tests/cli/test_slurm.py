@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from assay.cli.main import main
-from assay.integrations.slurm.command import seconds
+from assay.cli.slurm import seconds
 
 ODD = 'it\'s 100% "odd" $HOME `ls` #1'
 CONFIG = 'model = "preset:nano"\n[task]\nname = "abacus"\n'
@@ -242,7 +242,8 @@ def test_arguments_of_torchrun(cluster: Path) -> None:
     assert run_script(cluster, "0") == 0
     assert command(cluster) == [
         *shlex.split(
-            "-m assay.integrations.slurm.train_node --nnodes 2 --nproc-per-node 3 --master-addr n7.cluster --master-port 20003"
+            "-m assay.integrations.slurm.train_node --nnodes 2 --nproc-per-node 3 "
+            "--master-addr n7.cluster --master-port 20003"
         ),
         *shlex.split("-m assay train tiny.toml --name tiny-12003 --train.steps=7"),
         f"--prompt.system={ODD}",

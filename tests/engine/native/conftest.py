@@ -1,8 +1,0 @@
-"""Makes the helper modules of this folder importable: test modules are imported on their own, not as a package."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
