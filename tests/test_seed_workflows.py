@@ -19,7 +19,6 @@ import pytest
 import torch
 from docs_parts import BLOCK, ROOT
 from safetensors.torch import load_file
-from test_seed_recipes import gsm8k_rows
 
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, to_toml
@@ -29,6 +28,7 @@ from assay.runs.rollouts import read_lines, read_rollouts
 from assay.text import char_tokenizer
 from assay.training.sources import ReplayBuffer
 from assay.types import Rollout
+from tests.test_seed_recipes import gsm8k_rows
 
 pytestmark = pytest.mark.slow  # test_docs.py parses the commands, without running them
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envs.sample_env import build
+from sample_env import build
 
 from assay.envs import make_env
 from assay.envs.base import SEED

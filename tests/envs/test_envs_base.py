@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from envs.sample_env import AsyncEnv, RaisingInReset, Unseeded, ValidEnv
+from sample_env import AsyncEnv, RaisingInReset, Unseeded, ValidEnv
 
 from assay.envs import TaskEnv
 from assay.envs.base import SEED, StepLimit, as_messages, check_attributes, run_with_timeout, safe_step, warn_after

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envs.sample_env import ValidEnv, build
 from gymnasium.utils.env_checker import check_env as gymnasium_check
+from sample_env import ValidEnv, build
 
 from assay.envs import make_env
 from assay.envs.registry import to_gymnasium

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from one_machine import Slurm, slurm_on_one_machine, wait_until
-from test_seed_workflows import Workflow
 
 from assay.runs.rollouts import read_rollouts
+from tests.test_seed_workflows import Workflow
 
 pytestmark = pytest.mark.slurm
 

@@ -68,7 +68,7 @@ def test_a_program_that_does_not_exist_ends_with_a_line_in_the_log(tmp_path: Pat
 def test_close_ends_a_program_politely(tmp_path: Path) -> None:
     handler = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: (print('term', flush=True), exit(0)))"
     program = run(f"{handler}; print('ready', flush=True); time.sleep(600)", tmp_path / "log")
-    until(lambda: program.tail() == "ready")
+    until(lambda: program.log.exists() and program.log.read_text() == "ready\n")
     assert program.ended is None and alive(program.pid)
     program.close()
     assert program.tail() == "term" and not alive(program.pid)

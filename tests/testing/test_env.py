@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import pytest
-from envs.sample_env import AsyncEnv, RaisingInReset, Unseeded, ValidEnv, build
+from sample_env import AsyncEnv, RaisingInReset, Unseeded, ValidEnv, build
 
 from assay.envs import ENVS, Env
 from assay.testing.env import check_env

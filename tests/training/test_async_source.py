@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from small_run import SmallRuns
-from test_env_runs import GUESS
 
 from assay.algos import make_algorithm
 from assay.config import TrainConfig
@@ -31,6 +30,7 @@ from assay.training.async_source import MAX_RESTARTS, AsyncSource
 from assay.training.progress import RunState, Schedule
 from assay.training.sources import PromptStream, SampledGroups, version_of
 from assay.types import Completion, Finish, Group, Rollout, Status, Turn, UserError, Verdict
+from tests.training.test_env_runs import GUESS
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 TASK: Any = make_task("abacus", train_size=400, eval_size=4)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from small_run import SmallRuns
-from test_resume import Stop, stop_at
 
 from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
+from tests.training.test_resume import Stop, stop_at
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 GUESS = """

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import pytest
 from serve_parts import save_folder, serving, tiny_model
 from small_run import SmallRuns, inject
-from test_server_faults import Gateway
 
 from assay.engine.remote import base
 from assay.engine.remote.assay.engine import AssayEngine
@@ -19,6 +18,7 @@ from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
 from assay.training import run as train_run
 from assay.training.run import TrainingRun
+from tests.training.test_server_faults import Gateway
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS, PROMPTS, EVALUATED = 3, 3, 5  # requests of the run: EVALUATED, STEPS times PROMPTS, EVALUATED

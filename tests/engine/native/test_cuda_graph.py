@@ -11,8 +11,6 @@ import pytest
 import torch
 from engine_parts import UNUSUAL_SPECS, small_decoder, small_spec
 from native_parts import Consumer
-from test_added_while_running import model as talker
-from test_added_while_running import talks
 
 from assay.algos import make_algorithm
 from assay.engine import NativeEngine, generate, make_engine
@@ -23,6 +21,8 @@ from assay.engine.sequence import BLOCK_SIZE
 from assay.models import build_preset, fingerprint
 from assay.models.decoder import Decoder
 from assay.types import Completion
+from tests.engine.test_added_while_running import model as talker
+from tests.engine.test_added_while_running import talks
 
 pytestmark = pytest.mark.gpu
 
