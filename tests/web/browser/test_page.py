@@ -632,10 +632,12 @@ def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened
 
 def test_the_first_and_the_last_of_a_list_have_one_neighbor(tab: Tab) -> None:
     page = tab.open("#/run/small/rollout/train/2/0?step=2&color=advantage")
+    tab.until("document.querySelector('.head .push').textContent.includes('1 of 24')")  # the run is indexed
     assert page.locator(".button", has_text="Previous").get_attribute("aria-disabled") == "true"
     page.keyboard.press("j")
     tab.until("location.hash == '#/run/small/rollout/train/2/1?step=2&color=advantage'")  # the coloring is kept
     tab.open("#/run/small/rollout/train/2/23?step=2")
+    tab.until("document.querySelector('.head .push').textContent.includes('24 of 24')")
     assert page.locator(".button", has_text="Next").get_attribute("aria-disabled") == "true"
     tab.open("#/run/small/rollout/train/2/23?step=3")
     assert "not in the list" in tab.text(".head .push")
