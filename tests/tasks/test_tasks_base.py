@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from assay.tasks import Task, check_gold, overlap
+from assay.tasks import Task, base, check_gold, overlap
 from assay.tasks.base import (
     MAX_REJECTED,
     UNLIMITED,
@@ -39,6 +41,19 @@ def test_overlap_of_long_splits_is_sampled():
 def numbered(keep) -> FilteredPrompts:
     prompts = LazyPrompts(lambda index: ask(f"t/{index}", str(index)), UNLIMITED)
     return FilteredPrompts(prompts, lambda prompt: keep(int(prompt.question)), "the rule")
+
+
+def test_generated_prompts_that_take_long_are_compared_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def slow(index: int) -> Prompt:
+        made.append(index)
+        time.sleep(0.02)
+        return ask(f"t{index}", str(index))
+
+    monkeypatch.setattr(base, "LAZY_S", 0.1)
+    report = overlap(LazyPrompts(slow, UNLIMITED), [ask("e0", "1"), ask("e1", "-1")])
+    assert report.sampled and report.n_shared == 1 and 2 <= report.n_train_checked == len(made) < 100
 
 
 def test_rejected_problems_of_an_endless_split_are_replaced_by_others():

@@ -19,7 +19,7 @@ from assay.rollout import Collector
 from assay.rollout.episodes import check_history
 from assay.runs.console import Console
 from assay.system.awaiting import resolve
-from assay.tasks.base import LazyPrompts
+from assay.tasks.base import LazyPrompts, take_in_time
 from assay.tasks.mix import MixedPrompts
 from assay.text import Renderer, Tokenizer
 from assay.training.learner.learner import Learner
@@ -43,14 +43,17 @@ def check_texts(
 ) -> None:
     """Check the first `limit` prompts of each split and worked solutions; generated ones: the first few."""
     for split, prompts in splits.items():
-        for warning in unknown_prompt_words(split, prompts[: shortened(prompts, limit)], renderer):
+        for warning in unknown_prompt_words(split, first_prompts(prompts, limit, GENERATED), renderer):
             console.warn(warning)
     for warning in check_demonstrations(demonstrations, renderer, max_length, limit):
         console.warn(warning)
 
 
-def shortened(prompts: Sequence[Prompt], limit: int) -> int:
-    return min(limit, GENERATED) if isinstance(prompts, LazyPrompts) else limit
+def first_prompts(prompts: Sequence[Prompt], limit: int, generated: int) -> Sequence[Prompt]:
+    """The first `limit` prompts; of a generated split at most `generated`, and those that take little time."""
+    if not isinstance(prompts, LazyPrompts):
+        return prompts[:limit]
+    return take_in_time(prompts, range(min(limit, generated, len(prompts))))
 
 
 def check_demonstrations(
@@ -61,7 +64,7 @@ def check_demonstrations(
     The words of at most `limit` solutions are checked, and fewer of a task that generates them. Rows of files without
     a solution, or without space for one, are all found.
     """
-    first = shortened(demonstrations, limit)
+    first = min(limit, GENERATED) if isinstance(demonstrations, LazyPrompts) else limit
     checked, rows = list(demonstrations[:first]), rows_of_files(demonstrations)
     for prompts in (rows, checked):
         if missing := [prompt.id for prompt in prompts if prompt.worked_text is None]:
@@ -171,7 +174,7 @@ def check_prompt_lengths(collector: Collector, prompts: Sequence[Prompt], new_to
 
     Returns the length of the longest prompt if answers are limited by the engine's memory, not by the context; else 0.
     """
-    checked = prompts[: MAX_GENERATED if isinstance(prompts, LazyPrompts) else READ]
+    checked = first_prompts(prompts, READ, MAX_GENERATED)
     ids = collector.renderer.all_prompt_ids(checked)
     collector.check_lengths(checked, ids)
     longest, limit = max(map(len, ids)), collector.engine.info.max_length

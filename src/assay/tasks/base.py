@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -269,6 +270,7 @@ def is_gold(verdict: Verdict) -> bool:
 
 LIST_LIMIT = 200_000  # prompts that are compared
 LAZY_LIMIT = 2_000  # the same for generated prompts
+LAZY_S = 2.0  # and the time for generating them: an environment may need long for its first observation
 N_EXAMPLES = 5
 
 
@@ -315,4 +317,15 @@ def _sample(prompts: Sequence[Prompt], limit: int | None) -> Sequence[Prompt]:
         return prompts
     head = limit // 2
     drawn = random.Random(0).sample(range(head, len(prompts)), limit - head)
-    return [prompts[index] for index in (*range(head), *drawn)]
+    return take_in_time(prompts, (*range(head), *drawn))
+
+
+def take_in_time(prompts: Sequence[Prompt], indices: Iterable[int]) -> list[Prompt]:
+    """The prompts with these indices; of generated ones, the first that take at most `LAZY_S` seconds."""
+    deadline = time.monotonic() + LAZY_S if isinstance(prompts, LazyPrompts) else float("inf")
+    taken = []
+    for index in indices:
+        taken.append(prompts[index])
+        if time.monotonic() > deadline:
+            break
+    return taken
