@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,6 +37,16 @@ STEP_ROWS: dict[str, dict[str, Any]] = {
     "step-0.5b": {},
     "step-tiny": {"shape": "tiny-llama", "prompts": 2, "samples": 8, "prompt_tokens": 64, "new": 64},
 }
+EPISODE_ROWS: dict[str, dict[str, Any]] = {
+    "episodes-0.5b": {"shape": "0.5b"},
+    "episodes-nano": {"episodes": 256, "max_batch": 64},
+}
+SERVE_ROWS: dict[str, dict[str, Any]] = {  # requests per client; `clients` at once
+    "serve-1": {"clients": 1, "rounds": 4},
+    "serve-64": {"clients": 64, "rounds": 2},
+    "serve-1024": {"clients": 1024, "rounds": 1},
+    "serve-tiny-8": {"clients": 8, "rounds": 2, "shape": "tiny-llama", "prompt": 32, "new": 32},
+}
 
 
 class Worker:
@@ -43,7 +56,11 @@ class Worker:
         import torch
 
         self.torch, self.device, self.stack = torch, device, ExitStack()
-        self.run = self.engine_row(ENGINE_ROWS[row]) if row in ENGINE_ROWS else self.step_row(STEP_ROWS[row])
+        kinds = (
+            (ENGINE_ROWS, self.engine_row), (STEP_ROWS, self.step_row),
+            (EPISODE_ROWS, self.episodes_row), (SERVE_ROWS, self.serve_row),
+        )  # fmt: skip
+        self.run = next(make(rows[row]) for rows, make in kinds if row in rows)
 
     def engine_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
         from assay import engine as package
@@ -97,6 +114,54 @@ class Worker:
 
         return run
 
+    def episodes_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
+        from assay.bench import RunProgress, episodes
+        from assay.bench.engine import now
+        from assay.bench.workload import Episodes
+        from assay.engine import make_engine
+        from assay.models.device import pick_device, pick_dtype
+        from assay.text import Renderer, char_tokenizer
+
+        work, device = Episodes(**settings), pick_device(self.device)
+        renderer = Renderer(char_tokenizer())
+        policy = episodes.make_policy(work.shape, renderer.tokenizer.vocab_size, device)
+        dtype = pick_dtype("auto", device)
+        engine: Any = make_engine(
+            "native", policy, device=device, dtype=dtype, max_batch=work.max_batch, decode=renderer.decode
+        )
+
+        def run(number: int) -> float:
+            engine.reset_prefix_cache()
+            start = now(device)
+            episodes.play(work, engine, renderer, "own-pace", RunProgress(None, 0))
+            return now(device) - start
+
+        return run
+
+    def serve_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
+        import serve  # bench/serve.py
+
+        values = {"shape": "0.5b", "prompt": 128, "new": 256} | settings
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        serve.make_model(argparse.Namespace(shape=values["shape"], folder=folder, seed=0))
+        vocabulary = min(json.loads((folder / "config.json").read_text())["vocab_size"] - 1, 151_000)
+        words = [sys.executable, "-m", "assay", "serve", str(folder), "--name", "bench", "--port", "0"]
+        server = subprocess.Popen([*words, "--device", self.device], stderr=subprocess.PIPE, text=True)
+        self.stack.callback(server.wait)
+        self.stack.callback(server.terminate)
+        assert server.stderr is not None
+        url = next(found[1] for line in server.stderr if (found := re.search(r"at (http://\S+)/v1", line)))
+        threading.Thread(target=server.stderr.read, daemon=True).start()  # or the server blocks when the pipe is full
+        clients, new, rounds = values["clients"], values["new"], values["rounds"]
+
+        def run(number: int) -> float:
+            load = serve.Load(url, "bench", values["prompt"], new, rounds, vocabulary, number)
+            outcome = serve.measure(load, clients, min(6, os.cpu_count() or 1))
+            assert not outcome.errors and outcome.tokens == clients * rounds * new, outcome.errors[:1]
+            return outcome.ended - outcome.begun
+
+        return run
+
     def serve(self) -> None:
         with self.stack:
             for line in sys.stdin:
@@ -131,7 +196,7 @@ def compare(row: str, trees: dict[str, str], runs: int, device: str) -> dict[str
                 times[name].append(ask(processes[name], number))
     finally:
         for process in processes.values():
-            process.kill()
+            process.communicate()  # ends its input
     medians = {name: median(values[1:]) for name, values in times.items()}
     return {
         "row": row,
