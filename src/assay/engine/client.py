@@ -178,7 +178,7 @@ class LocalClient(EngineClient):
         self._submitted[request_id] = Submitted(request, list(futures), receive)
         for sample, future in enumerate(futures):
             future.add_done_callback(partial(self._abort_cancelled, request_id, sample))
-        self._wake()
+        self._wake_driver()
         return futures
 
     def release(self, handles: Iterable[int | None]) -> None:
@@ -223,15 +223,23 @@ class LocalClient(EngineClient):
 
     def unhold(self) -> None:
         self._busy -= 1
-        self._wake()
+        self._wake_driver()
 
     # -- the driver
+
+    @property
+    def _waits_for_tasks(self) -> bool:
+        return self.strict and self._busy > 0
+
+    def _wake_driver(self) -> None:
+        if not self._waits_for_tasks:
+            self._wake()
 
     async def drive(self) -> None:
         changed = asyncio.Event()
         self._wake = changed.set
         while True:
-            while not self._submitted or (self.strict and self._busy):
+            while not self._submitted or self._waits_for_tasks:
                 changed.clear()
                 await changed.wait()
             wait = not self.polls and not self._busy
@@ -244,7 +252,8 @@ class LocalClient(EngineClient):
                 self._fail_all(error)
             events = []  # a waiting driver must not keep completions alive
             self.after_step()
-            await asyncio.sleep(0)
+            if not self._waits_for_tasks:
+                await asyncio.sleep(0)
 
     @contextmanager
     def driven_in_thread(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread, Timer
+from threading import Condition, Thread
 from typing import Any, NoReturn, Self, TypeVar
 
 from assay.rewards import Judge
@@ -375,13 +376,52 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     return future.result()
 
 
+class Watchdog(Thread):
+    """Warns about blocks that take too long. One thread for all: a timer for each would cost more than a short step."""
+
+    def __init__(self) -> None:
+        super().__init__(name="assay-watchdog", daemon=True)
+        self.blocks: dict[object, tuple[float, str]] = {}  # running ones: when to warn, and the text
+        self.changed = Condition()
+        self.wakes_at = 0.0
+
+    def run(self) -> None:
+        while True:
+            with self.changed:
+                now = time.monotonic()
+                late = [key for key, (when, _) in self.blocks.items() if when <= now]
+                texts = [self.blocks.pop(key)[1] for key in late]
+                self.wakes_at = min((when for when, _ in self.blocks.values()), default=math.inf)
+                if not texts:
+                    self.changed.wait(None if self.wakes_at == math.inf else self.wakes_at - now)
+            for text in texts:
+                warnings.warn(text, stacklevel=1)
+
+    def add(self, key: object, seconds: float, text: str) -> None:
+        with self.changed:
+            when = time.monotonic() + seconds
+            self.blocks[key] = (when, text)
+            if when < self.wakes_at:
+                self.changed.notify()
+
+    def remove(self, key: object) -> None:
+        with self.changed:
+            self.blocks.pop(key, None)
+
+
+_watchdog = Watchdog()
+
+
 @contextmanager
 def warn_after(seconds: float, text: str) -> Iterator[None]:
     """Issue a warning if the block is still running after `seconds`; the block continues."""
-    timer = Timer(seconds, warnings.warn, (text,))
-    timer.daemon = True
-    timer.start()
+    global _watchdog
+    if not _watchdog.is_alive():  # the first block of this process
+        _watchdog = Watchdog()
+        _watchdog.start()
+    watchdog, key = _watchdog, object()
+    watchdog.add(key, seconds, text)
     try:
         yield
     finally:
-        timer.cancel()
+        watchdog.remove(key)
