@@ -19,8 +19,7 @@ import torch
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import LaunchedServers, plain_environment
-from assay.engine.remote.nodes import ENGINE_NODES, read_object, write_object
+from assay.engine.remote.launch import ENGINE_NODES, LaunchedServers, plain_environment, read_object, write_object
 from assay.integrations.slurm import engine_node
 from assay.integrations.slurm.engine_node import PORTS, EngineNode, device_shares, free_ports
 from assay.models import build_preset

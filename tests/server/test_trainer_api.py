@@ -15,7 +15,7 @@ from serve_parts import NAME, RunningServer, byte_tokenizer, metric_of, save_fol
 
 from assay.engine import Finished, Request, SamplingParams, TokenChunk, generate, make_engine
 from assay.engine.base import Failed
-from assay.engine.remote.assay.wire import FLOATS, IDS, event_from_json, pack, request_to_json, unpack
+from assay.engine.remote.wire import FLOATS, IDS, event_from_json, pack, request_to_json, unpack
 from assay.models.base import fingerprint
 
 PROMPT = byte_tokenizer().encode("Ann has 7 coins.")

@@ -85,9 +85,9 @@ def without_group(make: Backend, name: str = "a custom engine") -> Backend:
 ENGINES: dict[str, Backend | str] = {
     "native": make_native,
     "hf": without_group(make_hf, "the hf engine"),
-    "assay": "assay.engine.remote.assay.engine:AssayEngine",
-    "vllm": "assay.integrations.vllm.engine:VLLMEngine",
-    "sglang": "assay.integrations.sglang.engine:SGLangEngine",
+    "assay": "assay.engine.remote.assay:AssayEngine",
+    "vllm": "assay.integrations.vllm:VLLMEngine",
+    "sglang": "assay.integrations.sglang:SGLangEngine",
     "openai": "assay.integrations.openai:refuse_weights",  # commands that need no weights build it themselves
 }
 

@@ -24,7 +24,7 @@ from stepped import Stepped
 from assay.cli.main import main
 from assay.config import ServerConfig
 from assay.engine import Request, RequestError, SamplingParams, generate, make_engine
-from assay.engine.remote.assay.engine import AssayEngine
+from assay.engine.remote.assay import AssayEngine
 from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
 from assay.testing.engine import check_engine

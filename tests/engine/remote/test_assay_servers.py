@@ -12,7 +12,7 @@ from assay.cli import serve
 from assay.cli.main import parse
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.assay.servers import LaunchedAssay
+from assay.engine.remote.assay import LaunchedAssay
 from assay.engine.remote.server_side import KEY
 from assay.types import UserError
 

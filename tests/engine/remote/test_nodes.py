@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from assay.config import ServerConfig, VLLMConfig
-from assay.engine.remote.nodes import (
+from assay.engine.remote.launch import (
     ENGINE_NODES,
     NodeServer,
     nodes_folder,

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from processes import start
 
-from assay.engine.remote.ranks import Ranks
+from assay.engine.remote.base import Ranks
 from assay.mesh import Mesh, init_mesh
 from assay.types import UserError
 

@@ -29,7 +29,7 @@ from echo_parts import (
 from http_parts import Answer, small_server
 
 from assay.config import RemoteEngineConfig
-from assay.engine.base import Capabilities, Request, RequestError
+from assay.engine.base import Request, RequestError
 from assay.engine.client import EngineClient, SentRequest, connect, generate, run_sync
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
@@ -185,7 +185,7 @@ def test_a_server_that_is_not_reachable_is_reported_when_the_engine_is_built() -
     with small_server(echo) as server:
         url = server.url
     with pytest.raises(UserError, match=f"the echo server {url} is not reachable"):
-        EchoEngine(POLICY, RemoteEngineConfig(urls=[url]), options(), Capabilities())
+        EchoEngine(POLICY, RemoteEngineConfig(urls=[url]), **options())
 
 
 def test_cancelled_futures_close_the_connection() -> None:

@@ -14,8 +14,7 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
-from assay.engine.remote.launch import LaunchedServers
-from assay.engine.remote.nodes import nodes_folder
+from assay.engine.remote.launch import LaunchedServers, nodes_folder
 from assay.system.awaiting import LoopThread
 from assay.system.openai_client import (
     Answer,

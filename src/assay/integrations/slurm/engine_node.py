@@ -1,4 +1,4 @@
-"""Servers on an engine node of a Slurm job, which only generates. `assay.engine.remote.nodes` describes the files.
+"""Servers on an engine node of a Slurm job, which only generates. `assay.engine.remote.launch` describes the files.
 
 The node registers its servers, starts them when the trainer asks for it, and stops them when its input ends. SIGTERM
 has no effect on the servers: Slurm sends it to all processes of a job that has to stop, and the trainer needs the
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.engine.remote.nodes import nodes_folder, read_object, write_object
+from assay.engine.remote.launch import nodes_folder, read_object, write_object
 from assay.system.program import SupervisedProgram
 
 POLL_S = 0.5
