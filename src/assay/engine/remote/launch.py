@@ -1,7 +1,7 @@
 """Servers that an engine starts, supervises and stops: on this host, or on engine nodes.
 
 Engine nodes are hosts that only generate and share a folder with the trainer. Each of them runs
-`assay.integrations.slurm.engine_node`. The environment variable `ENGINE_NODES` names the folder:
+`assay.integrations.slurm`. The environment variable `ENGINE_NODES` names the folder:
 
 - `server-N-K.json`: written by node N: URL and log file of its server K, which is not started yet.
 - `model/`: written by the trainer: the model that is served, without weights.
