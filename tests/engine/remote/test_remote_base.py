@@ -1,4 +1,4 @@
-"""Engines behind HTTP servers: requests, events, aborts, failures, retries and weight updates."""
+"""Engines behind HTTP servers: requests, events, aborts, failures, retries, weight updates and ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from echo_parts import (
     PARAMS,
     POLICY,
@@ -27,11 +29,14 @@ from echo_parts import (
     until,
 )
 from http_parts import Answer, small_server
+from processes import start
 
 from assay.config import RemoteEngineConfig
 from assay.engine.base import Request, RequestError
 from assay.engine.client import EngineClient, SentRequest, connect, generate, run_sync
+from assay.engine.remote.base import Ranks
 from assay.engine.sequence import Job
+from assay.mesh import Mesh, init_mesh
 from assay.types import Completion, UserError
 
 
@@ -353,3 +358,42 @@ def test_errors_of_a_caller_are_raised() -> None:
         with pytest.raises(ZeroDivisionError, match="of the progress bar"):
             generate(engine, requests(1), report)
         assert engine.load.running == 0
+
+
+def refuse() -> None:
+    raise UserError("no server")
+
+
+def test_a_single_process_does_everything() -> None:
+    ranks = Ranks(None)
+    assert ranks.leads and ranks.is_main and ranks.on_main(lambda: 1) == ranks.from_leader(lambda: 1) == 1
+    with pytest.raises(UserError, match="no server"):
+        ranks.on_leaders(refuse)
+
+
+def share(mesh: Mesh, folder: Path) -> None:
+    mesh = init_mesh(2)
+    ranks = Ranks(mesh.tp_group)
+    rank = dist.get_rank()
+    assert (ranks.leads, ranks.is_main) == (rank % 2 == 0, rank == 0)
+    assert ranks.from_leader(lambda: f"from {rank}") == f"from {rank // 2 * 2}"
+    waited: list[int] = []
+    assert ranks.on_main(lambda: f"from {rank}", meanwhile=lambda: waited.append(rank)) == "from 0"
+    assert waited == [rank] * (rank > 0)
+    for call in (ranks.on_main, ranks.from_leader, ranks.on_leaders):
+        with pytest.raises(UserError, match="no server"):
+            call(refuse)
+    with pytest.raises(UserError, match="rank 2 alone"):  # of one leader, on all ranks
+        ranks.on_leaders(lambda: refuse_alone(rank))
+    ranks.barrier()
+    (folder / str(rank)).touch()
+
+
+def refuse_alone(rank: int) -> None:
+    if rank == 2:
+        raise UserError("rank 2 alone")
+
+
+def test_results_and_errors_reach_all_ranks(tmp_path: Path) -> None:
+    start(4, share, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"}
