@@ -46,7 +46,7 @@ from assay.engine.remote.http import (
 )
 from assay.engine.remote.launch import LaunchedServers, SaveTokenizer
 from assay.engine.remote.supervise import JOIN_S, SupervisedServers
-from assay.engine.remote.transport import FolderTransport, NcclTransport, Transport
+from assay.engine.remote.transport import FolderTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.mesh import waiting
 from assay.models.base import PolicyModel
@@ -172,15 +172,15 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         self.options, self.settings, self.ranks = options, settings, Ranks(options.group)
         self.leads, self.asleep, self.sent = self.ranks.leads, False, set()
         self.size = model.parameter_count * options.dtype.itemsize
-        self.transport: Transport | None = None
         max_length = min(model.max_length, options.max_length or model.max_length)
         self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, self.capabilities, model.vocab_size)
         urls, key, launched = settings.urls, key_of(settings.api_key_env, self.section), None
         if not urls:
             launched = self.launcher(settings, options) if self.ranks.is_main else None
             urls, key = self.ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
-        limits = (settings.health_timeout_s, options.notify, settings.recover_s)
-        super().__init__(urls, settings.timeout_s, key, launched, *limits)
+        self.health_timeout_s, self.recover_s = settings.health_timeout_s, settings.recover_s
+        self.notify = options.notify or (lambda line: None)
+        super().__init__(urls, settings.timeout_s, key, launched)
         self.slots = asyncio.Semaphore(min(options.max_batch * len(urls), allowed_connections()))
         self.waking, self.gate = asyncio.Lock(), asyncio.Event()
         self.gate.set()  # cleared while servers are paused
@@ -196,14 +196,6 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
     def from_leader(self, work: Callable[[], T]) -> T:
         return self.ranks.from_leader(work)
-
-    @property
-    def has_weights(self) -> bool:
-        return self.info.version >= 0
-
-    @property
-    def can_recover(self) -> bool:
-        return super().can_recover and not isinstance(self.transport, NcclTransport)  # see `update_weights`
 
     # -- implemented by each backend; these run on the leaders, `_publish` and the later ones on the main rank
 
@@ -304,7 +296,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
     def _has_lost_all(self, reason: str) -> bool:
         """Whether all servers have failed, after an update has ended with an error."""
-        if not self.has_weights:
+        if self.info.version < 0:
             return False
         for server in self.servers:
             if server.state is ServerState.JOINING:

@@ -82,6 +82,7 @@ class Server:
     running: int = 0  # unfinished samples that this process has sent to it
     state: ServerState = ServerState.SERVING
     reason: str = ""  # why it was retired
+    restarted: bool = False  # its process, since it was retired
     tasks: set[asyncio.Task] = field(default_factory=set)  # its requests; cancelled when it is retired
 
     def target(self, path: str) -> str:
@@ -107,6 +108,7 @@ class HttpServers:
         self.timeout_s, self.launched = timeout_s, launched
         self._secrets = {api_key}
         self.all_servers = [self._new_server(url, api_key) for url in urls]
+        self._states = threading.Lock()  # guards the states of servers
         self.loop = LoopThread()
 
     @property
