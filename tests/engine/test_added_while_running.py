@@ -94,19 +94,6 @@ def talks(count: int = 9, turns: int = TURNS, long: int = 0) -> Talks:
     return found
 
 
-def in_rounds(engine: Engine, talk: Talks) -> None:
-    """The same in synchronous rounds: every turn waits for the longest of its round."""
-    count = 0
-    while requests := talk.more(True):
-        for place, group in enumerate(generate(engine, requests)):
-            talk.on_finish(count + place, 0, group[0])
-        count += len(requests)
-
-
-def at_own_pace(engine: Engine, talk: Talks) -> None:
-    Consumer(engine, on_finish=talk.on_finish, more=talk.more).run()
-
-
 def hf_engine() -> Engine:
     hf: Any = transformers_model(SPECS["qwen3"], model())
     return make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
@@ -138,45 +125,6 @@ def test_continuations_added_while_others_run_equal_whole_prompts(kind: str) -> 
         ahead = any(first[1] > second[1] for first, second in pairwise(talk.order))  # some are turns ahead of others
         assert ahead or kind == "all at once"  # there the cache is so small that requests are queued
         assert sum(talk.calls) <= 1 + TURNS  # at the end, and when one conversation was left
-
-
-def test_continuations_do_not_wait_for_longer_sequences() -> None:
-    steps = []
-    for play in (in_rounds, at_own_pace):
-        engine, talk = engine_for(model()), talks(count=9, turns=7)
-        play(engine, talk)
-        assert len(talk.done) == 9 * 7
-        steps.append(engine.stats.decode_steps)
-    assert steps[1] < 0.7 * steps[0], steps
-
-
-@pytest.mark.parametrize("kind", ["windows", "all at once", "hf"])
-def test_exception_in_a_consumer_aborts_only_its_requests(kind: str) -> None:
-    engine, talk = ENGINES[kind](), talks()
-    params = SamplingParams(max_new_tokens=8)
-    kept = generate(engine, [Request([4, 5, 6], params, seed=1, keep=True), Request([7], params, seed=2, keep=True)])
-    handle = kept[0][0].handle
-    foreign = Request([9, 8, 7], SamplingParams(n=2, max_new_tokens=60), seed=5)
-    other = Consumer(engine)
-    other.add([foreign])
-
-    def more(nothing_else: bool) -> list[Request]:
-        if len(talk.done) > 9:
-            raise ConnectionError("closed")
-        return talk.more(nothing_else)
-
-    consumer = Consumer(engine, on_finish=talk.on_finish, more=more)
-    take = consumer.take
-    consumer.take = lambda event: (other.take if event.request_id in other.ids else take)(event)  # type: ignore[method-assign]
-    with pytest.raises(ConnectionError, match="closed"):
-        consumer.run()
-    other.run()
-    assert_same_draws(model(), foreign, other.groups()[0], generate(engine_for(model()), [foreign])[0])
-    held: Any = engine.scheduler.kept if isinstance(engine, NativeEngine) else getattr(engine, "kept", None)
-    assert {kept[0][0].handle, kept[1][0].handle} <= set(held)
-    whole = Request([4, 5, 6, *kept[0][0].token_ids, 8], params, seed=3)
-    ours = generate(engine, [Request([8], params, seed=3, continues=handle)])[0]
-    assert_same_draws(model(), whole, ours, generate(engine_for(model()), [whole])[0])
 
 
 @pytest.mark.parametrize(("running", "first"), [(40, MAX_WAIT), (4, 8)])  # 1 + ... + 8 > 4 x ADMISSION_COST

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from engine_parts import small_decoder
 from native_parts import (
     MODES,
@@ -26,10 +23,7 @@ from native_parts import (
     words,
 )
 
-from assay.engine import Failed, Finished, Request, SamplingParams, generate
-from assay.engine.completions import OutputProcessor
-from assay.engine.running_batch import StepOutput
-from assay.engine.sequence import Job, RowState, Sample, assign_slot, close_gaps
+from assay.engine import Request, SamplingParams, generate
 from assay.models.decoder import Decoder
 from assay.types import Finish
 
@@ -127,108 +121,3 @@ def test_device_error_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) 
 
 
 # -- the parts, without an engine
-
-
-def new_processor() -> OutputProcessor:
-    def keep(sample: Sample, tokens: list[int]) -> int:
-        kept.append(tokens)
-        return len(kept)
-
-    kept: list[list[int]] = []
-    outputs = OutputProcessor(4, words, keep)
-    outputs.versions.current = 6
-    outputs.start(0)
-    return outputs
-
-
-def an_output(
-    samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, RowState]]
-) -> StepOutput:
-    ids = torch.tensor(tokens, dtype=torch.int32)
-    scores = torch.stack([-ids.float(), -2.0 * ids, ids / 100, ids / 10])
-    return StepOutput(samples, first, ids, scores, torch.tensor(after).T)
-
-
-def test_completions_are_read_from_the_history() -> None:
-    outputs = new_processor()
-    running: list[Sample] = []
-    jobs = [Job(i, Request([i], SamplingParams(n=1 + (i == 0)), seed=0, keep=i == 0), [i], 9) for i in range(3)]
-    for job in jobs:
-        outputs.add(job)
-    for sample in (jobs[0].samples[1], jobs[0].samples[0], jobs[1].samples[0], jobs[2].samples[0]):
-        assign_slot(sample, running, 0)
-    samples = list(running)
-    run = RowState.RUNNING
-    ended = outputs.process(
-        an_output(
-            samples, 0, [[1, 2, 3, 4], [5, 6, 7, 8]], [(2, run), (1, RowState.STOP), (2, RowState.LENGTH), (2, run)]
-        ),
-        running,
-    )
-    assert ended == [(samples[1], RowState.STOP), (samples[2], RowState.LENGTH)]
-    close_gaps(running, [sample for sample, _ in ended], 2)
-    assert (
-        outputs.process(an_output(running, 2, [[9, 10]], [(3, run), (3, RowState.BROKEN)]), running)[0][0] is samples[3]
-    )
-    close_gaps(running, [samples[3]], 3)
-    outputs.process(an_output(running, 3, [[11]], [(4, RowState.LENGTH)]), running)
-    events = outputs.take_events()
-    (failed,) = [event for event in events if isinstance(event, Failed)]
-    assert failed.request_id == 2 and re.match("request 2: .*token 2 of sample 0 are not numbers", failed.error)
-    done = {(event.request_id, event.sample): event.completion for event in events if isinstance(event, Finished)}
-    first, second = [done[0, 0], done[0, 1]], [done[1, 0]]
-    assert len(done) == 3 and not outputs.jobs and not outputs.take_events()
-    assert [completion.token_ids for completion in first] == [[2], [1, 5, 9, 11]]  # by sample
-    assert [completion.handle for completion in first] == [1, 2] and second[0].handle is None
-    assert first[1].engine_logprobs == [-1.0, -5.0, -9.0, -11.0] and first[1].sampling_logprobs == [-2, -10, -18, -22]
-    assert first[1].kept_mass == pytest.approx(0.065) and first[1].entropy == pytest.approx(0.65)
-    assert second[0].token_ids == [3, 7] and second[0].finish is Finish.LENGTH and first[0].finish is Finish.STOP
-    assert {completion.version for completion in (*first, *second)} == {6}
-    assert outputs.tokens == 7
-
-
-def test_tokens_before_a_preemption_are_prepended_and_means_are_weighted_by_length() -> None:
-    outputs = new_processor()
-    running: list[Sample] = []
-    job = Job(0, Request([1], SamplingParams(), seed=0, keep=True), [1], 4)
-    outputs.add(job)
-    (sample,) = job.samples
-    for step, count in ((0, 3), (5, 0), (6, 1)):  # periods of three tokens and of none, and the last one
-        assign_slot(sample, running, step)
-        outputs.history.first = min(outputs.history.first, step)
-        if count:
-            tokens = [[10 * step + i] for i in range(count)]
-            state = RowState.LENGTH if step == 6 else RowState.RUNNING
-            outputs.process(an_output(running, step, tokens, [(len(sample.drawn) + count, state)]), running)
-        if step < 6:
-            outputs.pause(sample, len(sample.drawn) + count)
-            close_gaps(running, [sample], step + count)
-    (event,) = outputs.take_events()
-    assert isinstance(event, Finished)
-    completion = event.completion
-    assert completion.token_ids == [0, 1, 2, 60] and completion.engine_logprobs == [0.0, -1.0, -2.0, -60.0]
-    assert completion.sampling_logprobs == [0.0, -2.0, -4.0, -120.0]
-    assert completion.kept_mass == pytest.approx(np.mean([0, 0.01, 0.02, 0.6]))
-    assert completion.entropy == pytest.approx(np.mean([0, 0.1, 0.2, 6.0]))
-    assert outputs.tokens == 4
-
-
-def test_stop_strings_apply_only_to_requests_that_set_them() -> None:
-    outputs = new_processor()
-    running: list[Sample] = []
-    stops = [(words([7]),), (), (words([8]),)]
-    for index, stop in enumerate(stops):
-        job = Job(index, Request([1], SamplingParams(stop=stop), seed=0), [1], 9)
-        outputs.add(job)
-        assign_slot(job.samples[0], running, 0)
-    samples = list(running)
-    tokens = [[8, 10, 12], [9, 7, 8], [7, 8, 13]]
-    assert outputs.process(an_output(samples, 0, tokens, [(3, RowState.RUNNING)] * 3), running) == [
-        (samples[0], RowState.STOP),
-        (samples[2], RowState.STOP),
-    ]
-    done = {event.request_id: event.completion for event in outputs.take_events() if isinstance(event, Finished)}
-    assert {index: completion.token_ids for index, completion in done.items()} == {0: [8, 9, 7], 2: [12, 8]}
-    assert outputs.stopping is not None
-    known = {stop: np.flatnonzero(kinds).tolist() for stop, kinds in outputs.stopping.kinds.items()}
-    assert known == {stops[0]: [7, 8, 9], stops[2]: [8, 12, 13]}  # no other tokens were decoded

@@ -18,7 +18,6 @@ from native_parts import (
     mixed_prompts,
     requests_for,
     served,
-    tokens_of,
     words,
 )
 
@@ -156,30 +155,6 @@ def test_reset_prefix_cache_recomputes_kept_sequences() -> None:
     assert engine.stats.prefill_tokens == len(before) + 1
 
 
-def test_unknown_handles_fail_with_a_clear_error() -> None:
-    engine = engine_for(model())
-    before, completion = kept_with_blocks(engine)
-    assert completion.handle is not None
-    params = SamplingParams(max_new_tokens=5)
-    good = Request([5], params, seed=1, name="good")
-    unknown = Request([5], params, seed=1, name="lost", continues=completion.handle + 1)
-    groups, errors = served(engine, [good, unknown])
-    assert list(errors) == [1] and "'lost'" in errors[1] and f"handle {completion.handle + 1}" in errors[1]
-    assert_as_fresh([5], good, groups[0])
-
-    going_on = Request([6], params, seed=2, continues=completion.handle)
-    groups, errors = served(engine, [going_on, going_on])  # the first one consumes the handle
-    assert list(errors) == [1] and "continued or released before" in errors[1]
-    assert_as_fresh([*before, 6], going_on, groups[0])
-    assert list(served(engine, [going_on])[1]) == [0]
-
-    _, completion = kept_with_blocks(engine)
-    assert completion.handle is not None
-    engine.release([completion.handle, completion.handle, 12345])
-    assert idle(engine)
-    assert list(served(engine, [Request([6], params, seed=2, continues=completion.handle)])[1]) == [0]
-
-
 def test_invalid_continuation_leaves_its_handle_usable() -> None:
     engine = engine_for(model())
     before, completion = kept_with_blocks(engine)
@@ -187,12 +162,3 @@ def test_invalid_continuation_leaves_its_handle_usable() -> None:
         assert served(engine, [Request(ids, SamplingParams(), seed=0, continues=completion.handle)])[1]
     request = Request([7], SamplingParams(max_new_tokens=5), seed=0, continues=completion.handle)
     assert_as_fresh([*before, 7], request, generate(engine, [request])[0])
-
-
-def test_only_requests_with_keep_get_handles() -> None:
-    engine = engine_for(model())
-    params = SamplingParams(n=2, max_new_tokens=5)
-    kept, free = generate(engine, [Request([1], params, seed=0, keep=True), Request([2], params, seed=0)])
-    assert set(engine.scheduler.kept) == {completion.handle for completion in kept}
-    assert all(completion.handle is None for completion in free)
-    assert tokens_of([kept])[0] == [kept_one.tokens[1:] for kept_one in engine.scheduler.kept.values()]

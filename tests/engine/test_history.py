@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.completions import HISTORY_STEPS, History, rows_of
+from assay.engine.completions import HISTORY_STEPS, History
 from assay.engine.running_batch import StepOutput
 from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
 
@@ -67,23 +67,6 @@ def test_history_follows_sequences_that_change_rows(window: int, late: int) -> N
     assert step > first + 3 * HISTORY_STEPS and named > 20
 
 
-def test_history_reads_several_sequences_at_once() -> None:
-    history = History(4)
-    running: list[Sample] = []
-    for index in range(4):
-        assign_slot(new_sample(index), running, 0)
-    samples = list(running)
-    history.write(look_at(running, 0, 3), running)
-    close_gaps(running, [samples[1]], 3)  # the last moves to its row
-    history.write(look_at(running, 3, 3), running)
-    told = {samples[0]: [0, 100, 200, 300, 400, 500], samples[2]: [2, 102, 202, 302, 402, 502]}
-    told[samples[3]] = [3, 103, 203, 301, 401, 501]
-    assert_reads(history, [samples[0], samples[2]], told)
-    assert_reads(history, [samples[0], samples[3], samples[2]], told)
-    assert_reads(history, [samples[1]], {samples[1]: [1, 101, 201]})
-    assert rows_of(samples[3], 2).tolist() == [3, 3]  # ended before it moved
-
-
 def test_history_drops_steps_before_the_oldest_running_sample() -> None:
     history = History(2)
     running: list[Sample] = []
@@ -100,17 +83,3 @@ def test_history_drops_steps_before_the_oldest_running_sample() -> None:
         told += [step * 100 for step in range(start, start + 64)]
     assert_reads(history, running, {running[0]: told})
     assert history.tokens.shape[1] <= 8 * HISTORY_STEPS
-
-
-def test_history_writes_steps_before_all_running_samples_entered() -> None:
-    history = History(2)
-    running: list[Sample] = []
-    assign_slot(new_sample(0), running, 0)
-    for start in range(0, HISTORY_STEPS, 4):
-        history.write(look_at(running, start, 4), running)
-    late = look_at(running, HISTORY_STEPS, 4)
-    close_gaps(running, list(running), HISTORY_STEPS)
-    assign_slot(new_sample(1), running, HISTORY_STEPS + 4)
-    history.write(late, running)
-    history.write(look_at(running, HISTORY_STEPS + 4, 4), running)
-    assert_reads(history, running, {running[0]: [step * 100 for step in range(HISTORY_STEPS + 4, HISTORY_STEPS + 8)]})

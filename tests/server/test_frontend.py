@@ -19,8 +19,7 @@ from serve_parts import byte_tokenizer, command, metric_of, renderer, save_folde
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.base import RequestError
 from assay.engine.client import EngineClient, LocalClient, cancelled
-from assay.server.frontend import PipeEngine, PipeServer, listeners_of, shared_counters
-from assay.server.metrics import SIZE, Metrics
+from assay.server.frontend import PipeEngine, PipeServer, listeners_of
 from assay.server.server import EngineControl, nothing
 from assay.system.http_server import bind
 from assay.system.pipe_messages import LoopPipe
@@ -80,20 +79,6 @@ def test_a_client_behind_a_pipe_gets_the_same_and_its_cancellations_reach_the_en
             await asyncio.sleep(0.001)
 
     asyncio.run(through_pipes(engine, work))
-
-
-def test_counters_are_shared_between_processes(tmp_path: Path) -> None:
-    with open(tmp_path / "counters", "wb+") as file:
-        file.truncate(8 * SIZE * 2)
-        first, second = (Metrics(shared_counters(file.fileno(), 2), part) for part in range(2))
-        first.count_request("chat", 200)
-        second.count_request("chat", 200)
-        child = os.fork()
-        if not child:
-            second.count_request("chat", 200)
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert sum(first._values) == 3
 
 
 def test_a_port_is_shared_only_by_the_frontends() -> None:

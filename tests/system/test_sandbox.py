@@ -71,17 +71,6 @@ open(fields["ready"], "w").close()
 
 
 @linux
-@pytest.mark.slow
-@pytest.mark.parametrize("sandbox", ["auto", "off"])
-def test_timeout_kills_daemonized_grandchildren(reward: Reward, mark: str, sandbox: Any, tmp_path: Path) -> None:
-    judge = reward(SLEEPERS.format(mark=mark) + "time.sleep(300)")
-    with JudgePool(judge, workers=1, timeout_s=3.0, sandbox=sandbox) as pool:
-        verdict = pool.judge([("", "", {"ready": str(tmp_path / "ready")})])[0]
-        assert verdict.status is Status.TIMEOUT
-        assert (tmp_path / "ready").exists() and gone(mark)
-
-
-@linux
 @pytest.mark.parametrize("sandbox", ["auto", "off"])
 def test_closing_the_pool_kills_processes_that_rewards_started(
     reward: Reward, mark: str, sandbox: Any, tmp_path: Path

@@ -108,14 +108,6 @@ def test_a_server_that_dies_later_is_reported() -> None:
         assert launched.death(url).startswith("it ended (killed by SIGKILL)") and ".log)" in launched.hint(url)
 
 
-def test_the_environment_is_without_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "1")
-    environment = plain_environment()
-    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(environment)
-    assert environment["PATH"] == os.environ["PATH"]
-
-
 def register(folder: Path, node: int, index: int) -> None:
     entry = {"place": [node, index], "servers": 2, "url": f"http://n{node}:{1000 + index}", "log": "/logs/0"}
     write_object(folder / f"server-{node}-{index}.json", entry)

@@ -127,7 +127,9 @@ def test_a_failed_update_resumes_the_servers(backend: str) -> None:
         with pytest.raises(UserError, match="size mismatch"):
             engine.update_weights(small_decoder(small_spec(intermediate=64)), 1)
         assert not fake.paused and engine.info.version == 0
-        waiting = threading.Thread(target=lambda: generate(engine, [Request(PROMPT, SamplingParams(), 0)]))
+        waiting = threading.Thread(
+            target=lambda: generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=4), 0)])
+        )
         waiting.start()
         waiting.join(30)
         assert not waiting.is_alive()

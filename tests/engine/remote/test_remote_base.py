@@ -142,24 +142,6 @@ def test_a_refused_request_or_garbage_becomes_one_line_and_other_requests_are_se
         assert [len(tokens([group])[0]) for group in (first, last)] == [3, 3]
 
 
-def test_a_lost_connection_is_retried_on_another_server_with_the_same_seed() -> None:
-    with engine_on(echo, echo) as (engine, servers):
-        servers[0].drop = True
-        wanted = requests(6)
-        assert tokens(generate(engine, wanted)) == [
-            [expected(one.prompt_ids, one.seed, n) for n in range(3)] for one in wanted
-        ]
-        assert servers[0].paths().count("/generate") > 0
-        until(lambda: all(server.running == 0 for server in engine.servers))
-
-
-def test_a_dead_server_fails_the_request_with_advice() -> None:
-    with engine_on() as (engine, servers):
-        servers[0].drop = True
-        with pytest.raises(UserError, match=r"echo server http://127\S+ is not reachable \(.*\): start a server there"):
-            generate(engine, requests(1))
-
-
 def test_a_busy_server_is_asked_again() -> None:
     refused = [3]
 
@@ -171,19 +153,6 @@ def test_a_busy_server_is_asked_again() -> None:
 
     with engine_on(busy) as (engine, _):
         assert len(generate(engine, requests(1))[0]) == 3 and refused == [0]
-
-
-def test_a_server_that_stays_silent_fails_after_the_timeout() -> None:
-    def silent(path: str, body: Any) -> Answer:
-        if path == "/generate":
-            time.sleep(2)
-        return echo(path, body)
-
-    with (
-        engine_on(silent, timeout_s=0.2) as (engine, _),
-        pytest.raises(UserError, match=r"did not answer within 0.2 s: .* raise vllm.timeout_s"),
-    ):
-        generate(engine, requests(1, n=1))
 
 
 def test_a_server_that_is_not_reachable_is_reported_when_the_engine_is_built() -> None:
@@ -233,14 +202,6 @@ def test_ctrl_c_ends_the_work_and_closes_the_connections() -> None:
         until(lambda: engine.servers[0].running == 0)
         release.set()
         until(lambda: released == [True])
-
-
-def test_requests_work_inside_a_running_event_loop() -> None:
-    async def notebook(engine: EchoEngine) -> list[list[Completion]]:
-        return generate(engine, requests(4))
-
-    with engine_on() as (engine, _):
-        assert asyncio.run(notebook(engine)) == generate(engine, requests(4))
 
 
 def test_requests_of_one_iteration_of_the_event_loop_are_passed_to_the_engine_together() -> None:
