@@ -433,22 +433,6 @@ def test_no_event_follows_an_abort_right_after_an_update(kv: str) -> None:
     assert queued or kv == "keep"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "kv"), [({"rename": 0}, "keep"), ({"fail_after": 0}, "recompute")], ids=str)
-def test_an_update_that_fails_at_once_changes_nothing(source: dict[str, int], kv: str) -> None:
-    engine, recorder = native(decoder(0), kv_on_update=kv), Recorder()
-    ids = add_all(engine, long_requests())
-    before = engine.fingerprint()
-    for _ in range(5):
-        recorder.record(engine.step(wait=False))
-    with pytest.raises((UserError, ConnectionError), match=r"no\.such\.weight|sender"):
-        engine.update_weights(Weights(decoder(1), **source), 1)
-    assert engine.info.version == 0 and engine.fingerprint() == before
-    run(engine, recorder)
-    for request, request_id in zip(long_requests(), ids, strict=True):
-        assert_as_fresh(0, request, recorder.group(request_id))
-
-
 @pytest.mark.parametrize(("source", "kv"), [({"rename": 9}, "recompute"), ({"fail_after": 9}, "keep")], ids=str)
 def test_after_an_update_that_failed_midway_the_next_one_sets_all_weights(source: dict[str, int], kv: str) -> None:
     engine, recorder = native(decoder(0), kv_on_update=kv), Recorder()

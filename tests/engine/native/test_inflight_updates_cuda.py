@@ -263,18 +263,6 @@ def test_requests_added_after_an_update_never_use_prefixes_of_earlier_weights(kv
 
 
 @pytest.mark.parametrize("kv", KV)
-def test_recorded_graphs_stay_valid_after_updates(kv: str) -> None:
-    engine = native(weights(0), kv=kv)
-    generate(engine, asked())
-    recorded = dict(engine.runner.graphs)  # type: ignore[attr-defined]
-    assert recorded
-    with_updates(engine, asked(), last=3)
-    engine.update_weights(weights(4), 4)
-    assert_same_samples(asked(), generate(engine, asked()), generate(native(weights(4)), asked()), version=4)
-    assert all(engine.runner.graphs[key] is graph for key, graph in recorded.items())  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("kv", KV)
 def test_weights_are_updated_while_the_engine_sleeps_and_between_sleeps(kv: str) -> None:
     engine = native(weights(0), kv=kv, sleep_while_training=True, kv_cache_gib=1.0)
     kept = SamplingParams(max_new_tokens=20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import random
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from native_parts import (
     transformers_model,
     words,
 )
+from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.sequence import BLOCK_SIZE
@@ -351,3 +353,26 @@ def test_top_logprobs_are_the_most_likely_tokens_of_the_model() -> None:
         assert [[token for token, _ in row] for row in rows] == tokens.tolist()
         flat = [value for row in rows for _, value in row]
         assert flat == pytest.approx(values.flatten().tolist(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_logits_are_freed_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = 509  # different from all other sizes
+    model = small_decoder(small_spec(vocab_size=vocabulary, tied=False), seed=3)
+    engine = engine_for(model, Mode(max_batch=5, window=3, ahead=1))
+    tables: list[int] = []
+    step = engine.runner._step
+
+    def alive() -> int:
+        return sum(1 for x in gc.get_objects() if type(x) is Tensor and x.dim() and x.shape[-1] == vocabulary)
+
+    def look(size: int, span: int) -> None:
+        """Count logits of earlier steps that are still alive when a step begins."""
+        tables.append(alive() - weights)
+        step(size, span)
+
+    weights = alive()  # weights may be stored by columns
+    monkeypatch.setattr(engine.runner, "_step", look)
+    params = SamplingParams(n=4, top_p=0.9, max_new_tokens=5, forbidden_token_ids=(1,))
+    generate(engine, requests_for(random_prompts(3, vocabulary, seed=1), params))
+    assert len(tables) == engine.stats.decode_steps > 5 and not any(tables)
