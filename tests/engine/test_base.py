@@ -214,7 +214,7 @@ def test_abort_of_preempted_sequences_frees_their_blocks() -> None:
     requests = [Request([3 * i + 1] * 9, SamplingParams(n=2, max_new_tokens=50), seed=i, stream=True) for i in range(3)]
     engine, recorder = native(model, SMALL_CACHE), Recorder()
     ids = add_all(engine, requests)
-    while not engine.scheduler.preemptions:
+    while not engine.stats.preemptions:
         recorder.record(engine.step(wait=False))
     preempted = [sample for prefix in engine.scheduler.waiting for sample in prefix.samples if sample.drawn]
     assert preempted

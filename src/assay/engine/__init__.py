@@ -23,7 +23,7 @@ from assay.engine.base import (
     TokenChunk,
     WeightSource,
 )
-from assay.engine.client import EngineClient, connect, generate, run_sync
+from assay.engine.client import connect, generate, run_sync
 from assay.engine.hf import HFEngine
 from assay.engine.native.engine import NativeEngine
 from assay.models.base import PolicyModel
@@ -35,7 +35,6 @@ __all__ = [
     "BaseEngine",
     "Capabilities",
     "Engine",
-    "EngineClient",
     "EngineInfo",
     "EngineOptions",
     "Event",

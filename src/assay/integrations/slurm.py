@@ -149,7 +149,8 @@ def serve(words: Sequence[str]) -> None:
     EngineNode(folder, node, args.hosts, args.servers, args.gpus, args.logs).run()
 
 
-def launch(words: Sequence[str]) -> int:
+def train(words: Sequence[str]) -> int:
+    """Run torchrun; its exit code tells a requested stop from an error."""
     code = run_torchrun(words)
     if code and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
         time.sleep(PAUSE_S)
@@ -177,4 +178,4 @@ def run_torchrun(words: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
-    raise SystemExit({"train": launch, "engine": serve}[kind](arguments))
+    raise SystemExit({"train": train, "engine": serve}[kind](arguments))

@@ -264,7 +264,8 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def update_weights(self, source: WeightSource, version: int) -> None:
-        self.ranks.on_leaders(self._check_idle_for_update)
+        able = self.info.capabilities.inflight_updates  # which only leaders know
+        self.ranks.on_leaders(lambda: None if able else self._check_idle(f"{self.kind} cannot update weights"))
         weights = iter(source.weights())
         retired = [server.url for server in self.all_servers if server.state is ServerState.RETIRED]
         unusable = self.ranks.union_of_leaders(retired)
@@ -305,15 +306,11 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             self.call_each("GET", self.health_path, timeout_s=JOIN_S, is_json=False)
         return self.lost
 
-    def _check_idle_for_update(self) -> None:
-        if self.load.running and not self.info.capabilities.inflight_updates:
-            raise UserError(f"{self.kind} cannot update weights while requests are running: finish or abort them")
-
     def fingerprint(self) -> str | None:
         return self.ranks.on_main(self._fingerprint) if self.info.capabilities.fingerprint else None
 
     def sleep(self) -> None:
-        self.ranks.on_leaders(self._check_idle)
+        self.ranks.on_leaders(partial(self._check_idle, "the engine cannot sleep"))
         if self.options.sleep_while_training and not self.asleep:
             self.ranks.on_main(self._sleep_unless_lost)
             self.asleep = True
@@ -325,9 +322,9 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             if not self.lost:
                 raise
 
-    def _check_idle(self) -> None:
+    def _check_idle(self, what: str) -> None:
         if self.load.running:
-            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
+            raise UserError(f"{what} while requests are running: finish or abort them first")
 
     def wake(self) -> None:
         if self.asleep:

@@ -140,25 +140,18 @@ class HttpServers:
                 answer = await read_answer(response, max_bytes(tokens))
         return self._content(server, path, answer, is_json)
 
-    async def post(self, server: Server, path: str, payload: Any = None, timeout_s: float = 0, tokens: int = 0) -> Any:
-        return await self.request(server, "POST", path, payload, timeout_s, tokens=tokens)
+    async def post(self, server: Server, path: str, payload: Any = None, **options: Any) -> Any:
+        return await self.request(server, "POST", path, payload, **options)
 
-    def call(
-        self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0, tokens: int = 0
-    ) -> Any:
+    def call(self, server: Server, method: str, path: str, payload: Any = None, **options: Any) -> Any:
         """`request`, from another thread than that of the event loop."""
-        work = self.request(server, method, path, payload, timeout_s, tokens=tokens)
-        return self.loop.call(self.guarded(server, work))
+        return self.loop.call(self.guarded(server, self.request(server, method, path, payload, **options)))
 
-    def call_all(
-        self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
-    ) -> list[Any]:
+    def call_all(self, method: str, path: str, payload: Any = None, **options: Any) -> list[Any]:
         """The answers of `call_each`."""
-        return list(self.call_each(method, path, payload, timeout_s, is_json).values())
+        return list(self.call_each(method, path, payload, **options).values())
 
-    def call_each(
-        self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
-    ) -> dict[Server, Any]:
+    def call_each(self, method: str, path: str, payload: Any = None, **options: Any) -> dict[Server, Any]:
         """Send a request to all servers at once, and wait for all answers. `payload`: may be a function of the server.
 
         Servers that fail are retired, if that is possible, and have no answer in the result. Otherwise, a request whose
@@ -168,7 +161,7 @@ class HttpServers:
         answers: dict[Server, Any] = {}
 
         async def together(servers: Sequence[Server]) -> list[Any]:
-            calls = (self.request(one, method, path, body(one), timeout_s, is_json) for one in servers)
+            calls = (self.request(one, method, path, body(one), **options) for one in servers)
             guarded = (self.guarded(one, call) for one, call in zip(servers, calls, strict=True))
             return await asyncio.gather(*guarded, return_exceptions=True)
 
