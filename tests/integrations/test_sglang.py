@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -20,21 +19,22 @@ import torch
 import torch.distributed as dist
 from engine_parts import logits_after, small_decoder, small_spec
 from http_parts import Answer, SmallServer
-from pausable_parts import POLICY, PROMPT, connected, decode
+from pausable_parts import POLICY, PROMPT, connected, decode, launched_servers
 from sglang_parts import RULES, FakeSGLang, problem_of
 from stepped import Stepped
 
 from assay.config import SGLangConfig
-from assay.engine.base import EngineOptions, Finished, Request, SamplingParams
+from assay.engine.base import Finished, Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.transport import FolderTransport, IpcTransport
-from assay.integrations.sglang import GroupTransport, LaunchedSGLang, SGLangServer, architecture_of, weight_group
+from assay.integrations.sglang import GroupTransport, SGLangServer, architecture_of, weight_group
 from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 sglang = partial(connected, "sglang")
+servers = partial(launched_servers, "sglang")
 CPU = torch.device("cpu")
 
 
@@ -383,31 +383,11 @@ def test_a_process_that_is_not_in_the_default_group_receives_broadcasts() -> Non
 # -- servers that the engine starts
 
 
-@pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs of servers that did not start are kept."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def servers(options: dict[str, Any] | None = None, **settings: Any) -> LaunchedSGLang:
-    values = {"device": "cuda", "dtype": torch.bfloat16, "max_batch": 7} | (options or {})
-    return LaunchedSGLang(SGLangConfig(**settings), EngineOptions(**values))
-
-
-def test_a_missing_interpreter_or_package_is_reported() -> None:
-    for settings, message in (
-        ({"python": "/no/python"}, r"sglang.python = '/no/python' is not a program"),
-        ({}, r"SGLang is not installed in this environment: set sglang.python"),
-    ):
-        with pytest.raises(UserError, match=message):
-            servers(**settings).start(POLICY, lambda folder: None)
-
-
 def test_arguments_follow_the_options_and_exist_in_sglang() -> None:
     launched = servers({"sleep_while_training": True}, args=["--tp-size", "2"], deterministic=True, gpu_memory=0.3)
     words = launched._arguments(1234, 96)
     text = " ".join(words)
-    for part in ("--port 1234", "--max-running-requests 7", "--context-length 112", "--dtype bfloat16"):
+    for part in ("--port 1234", "--max-running-requests 7", "--context-length 112", "--dtype float32"):
         assert part in text
     for part in ("--load-format dummy", "--mem-fraction-static 0.3", "--cuda-graph-max-bs-decode 7"):
         assert part in text
@@ -422,20 +402,11 @@ def test_arguments_follow_the_options_and_exist_in_sglang() -> None:
             assert word.removeprefix("--").replace("-", "_") in RULES["server_arguments"], word
 
 
-def test_the_key_is_in_a_file_that_other_users_cannot_read() -> None:
+def test_the_key_is_in_a_file_that_other_users_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     launched, other = servers(), servers()
     words = launched._arguments(1234, 96)
     file = Path(words[words.index("--config") + 1])
     assert json.loads(file.read_text()) == {"api-key": launched.key} and launched.key != other.key
     assert file.stat().st_mode & 0o077 == 0 and launched.key not in " ".join(words)
-
-
-def test_the_environment_is_without_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SGLANG_RETURN_ORIGINAL_LOGPROB"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    environment = servers()._environment(0)
-    assert not {"RANK", "WORLD_SIZE"} & set(environment)
-    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0" and environment["CUDA_VISIBLE_DEVICES"] == "4,5,6"
-    assert servers({"device": "cuda:2"})._environment(0)["CUDA_VISIBLE_DEVICES"] == "6"
-    assert servers(devices=["1", "2,3"])._environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert launched._environment(0)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_parts import small_decoder, small_spec
 from http_parts import Answer
-from pausable_parts import POLICY, PROMPT, connected, decode
+from pausable_parts import POLICY, PROMPT, connected, decode, launched_servers
 from vllm_parts import FakeVLLM
 
 from assay.config import VLLMConfig
-from assay.engine.base import EngineOptions, Request, SamplingParams
+from assay.engine.base import Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.pausable import sample_seed
 from assay.engine.remote.server_side import KEY
 from assay.engine.remote.transport import FolderTransport, NcclTransport
-from assay.integrations.vllm import LaunchedVLLM, ServedModel
+from assay.integrations.vllm import ServedModel
 from assay.integrations.vllm_worker import EXTENSION, KeyCheck
 from assay.models.fingerprint import fingerprint
 from assay.types import UserError
 
 vllm = partial(connected, "vllm")
+servers = partial(launched_servers, "vllm")
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_model_applies() -> None:
@@ -224,28 +222,8 @@ def test_errors_of_a_broadcast_are_reported_at_once() -> None:
 # -- servers that the engine starts
 
 
-@pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs of servers that did not start are kept."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def servers(options: dict[str, Any] | None = None, **settings: Any) -> LaunchedVLLM:
-    values = {"device": "cpu", "dtype": torch.float32, "max_batch": 7} | (options or {})
-    return LaunchedVLLM(VLLMConfig(**settings), EngineOptions(**values))
-
-
-def test_a_missing_interpreter_or_package_is_reported() -> None:
-    for settings, message in (
-        ({"python": "/no/python"}, r"vllm.python = '/no/python' is not a program"),
-        ({}, r"not installed in this environment: set vllm.python"),
-    ):
-        with pytest.raises(UserError, match=message):
-            servers(**settings).start(POLICY, lambda folder: None)
-
-
 def test_arguments_follow_the_options() -> None:
-    launched = servers(args=["--swap-space", "1"], transport="nccl")
+    launched = servers({"device": "cpu"}, args=["--swap-space", "1"], transport="nccl")
     text = " ".join(launched._arguments(1234, 96))
     for part in ("--port 1234", "--max-num-seqs 7", "--max-model-len 97", "--dtype float32", "--load-format dummy"):
         assert part in text
@@ -260,15 +238,6 @@ def test_the_key_is_in_the_environment_and_checked_by_a_middleware() -> None:
     launched = servers()
     words = launched._arguments(1234, 96)
     assert words[words.index("--middleware") + 1] == f"{KeyCheck.__module__}.{KeyCheck.__qualname__}"
-    assert launched._environment(0)[KEY] == launched.key and launched.key not in " ".join(words)
-
-
-def test_the_environment_is_without_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    environment = servers()._environment(0)
-    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(environment)
-    assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"] == os.environ["PATH"]
-    assert servers({"device": "cuda:2"})._environment(0)["CUDA_VISIBLE_DEVICES"] == "6"
-    assert servers({"device": "cuda"}, devices=["1", "2,3"])._environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    environment = launched._environment(0)
+    assert environment[KEY] == launched.key and launched.key not in " ".join(words)
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
