@@ -162,7 +162,7 @@ def test_no_config_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
 
 # From here on the script is run. srun runs what it is given in a session of its own, as Slurm does with a step.
 STAND_INS = {
-    "srun": """step=train; [[ "$*" == *assay.integrations.slurm.engine_node* ]] && step=engine
+    "srun": """step=train; [[ "$*" == *"assay.integrations.slurm engine"* ]] && step=engine
         while [[ $1 == --* ]]; do echo "$1" >>srun-$step.txt; shift; done
         SLURM_NODEID=0 setsid "$@" <&0 & echo $! >session-$step; wait $!""",
     "scancel": """until [ -e ready ]; do /bin/sleep 0.05; done
@@ -177,7 +177,7 @@ STAND_INS = {
 # Stands for an engine node, or for torchrun and the training below it: one that catches SIGTERM, and one that does not.
 PYTHON = """#!{python} -S
 import json, os, signal, sys, time
-if "assay.integrations.slurm.engine_node" in sys.argv:
+if "assay.integrations.slurm engine" in " ".join(sys.argv):
     folder = os.environ["ASSAY_ENGINE_NODES"]
     ends = os.environ.get("ENGINES_END", "with their input") == "with their input" and sys.stdin.read()
     seen = {{"command": sys.argv[1:], "folder": folder, "mode": os.stat(folder).st_mode & 0o777}}
@@ -242,7 +242,7 @@ def test_arguments_of_torchrun(cluster: Path) -> None:
     assert run_script(cluster, "0") == 0
     assert command(cluster) == [
         *shlex.split(
-            "-m assay.integrations.slurm.train_node --nnodes 2 --nproc-per-node 3 "
+            "-m assay.integrations.slurm train --nnodes 2 --nproc-per-node 3 "
             "--master-addr n7.cluster --master-port 20003"
         ),
         *shlex.split("-m assay train tiny.toml --name tiny-12003 --train.steps=7"),
@@ -328,12 +328,12 @@ def test_engine_nodes_follow_the_nodes_that_train(cluster: Path) -> None:
     assert write(*ENGINES, "--servers-per-node", 2, "--runs_dir", ODD) == 0
     assert sbatch_options(cluster / "tiny.sbatch")["nodes"] == "2"
     assert run_script(cluster, "0") == 0
-    words = shlex.split("-m assay.integrations.slurm.engine_node --servers 2 --gpus 0 --logs")
+    words = shlex.split("-m assay.integrations.slurm engine --servers 2 --gpus 0 --logs")
     seen = engine_node(cluster)
     assert seen["command"] == [*words, f"{ODD}/slurm/tiny-12003", "n8.cluster"]
     assert seen["folder"] == f"{ODD}/slurm/tiny-12003-servers" and seen["mode"] == 0o700
     assert not (cluster / seen["folder"]).exists()
-    assert command(cluster)[1:6] == shlex.split("assay.integrations.slurm.train_node --nnodes 1 --nproc-per-node 1")
+    assert command(cluster)[1:7] == shlex.split("assay.integrations.slurm train --nnodes 1 --nproc-per-node 1")
     given = {step: set((cluster / f"srun-{step}.txt").read_text().splitlines()) for step in ("train", "engine")}
     assert {"--relative=0", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=1"} <= given["train"]
     assert {"--relative=1", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"} <= given["engine"]

@@ -14,15 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from engine_parts import small_decoder
-from native_parts import MODES, SPECS, Mode, assert_same_groups, engine_for, mixed_prompts, transformers_model, words
+from native_parts import MODES, SPECS, Mode, assert_same_groups, engine_for, mixed_prompts
 
-from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine, run_sync
+from assay.engine import NativeEngine, Request, SamplingParams, generate, run_sync
 from assay.engine.base import Failed, Finished, RequestError, TokenChunk
 from assay.engine.client import ClientThread, EngineClient, LocalClient
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel
 from assay.types import Completion
 
 WAYS = {name: MODES[name] for name in ("plain", "windows", "all at once")}
@@ -75,34 +73,6 @@ def test_concurrent_consumers_get_the_same_results_as_alone(mode: str) -> None:
         assert_same_groups(model(), requests, groups, generate(alone, requests))
 
 
-def test_concurrent_consumers_of_the_hf_engine() -> None:
-    hf: Any = transformers_model(SPECS["qwen3"], model())
-    engine = make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
-    request = Request([1, 2, 3], SamplingParams(max_new_tokens=5), seed=0)
-    client = LocalClient(engine)
-
-    async def both() -> list[Any]:
-        return await asyncio.gather(sampled(client, [request]), sampled(client, [request]))
-
-    one, other = run_sync(both(), client)
-    assert one == other
-
-
-def test_chunks_of_a_streaming_request_are_the_tokens_of_its_samples(engine: NativeEngine) -> None:
-    client, chunks = LocalClient(engine), dict[int, list[int]]()
-
-    def receive(chunk: TokenChunk) -> None:
-        chunks.setdefault(chunk.sample, []).extend(chunk.token_ids)
-
-    async def stream() -> list[Completion]:
-        futures = client.submit(Request([1, 2], replace(LONG, n=2), seed=4, stream=True), receive)
-        other = client.submit(requests_of(2)[0])
-        return list((await asyncio.gather(*futures, *other))[:2])
-
-    completions = run_sync(stream(), client)
-    assert chunks == {sample: completion.token_ids for sample, completion in enumerate(completions)}
-
-
 def test_cancelling_futures_aborts_samples_and_requests(engine: NativeEngine) -> None:
     client = LocalClient(engine)
 
@@ -130,15 +100,6 @@ def test_kept_sequences_are_released_when_the_work_ends(engine: NativeEngine) ->
         await client.submit(Request([4], SamplingParams(max_new_tokens=5), seed=1, keep=True))[0]
 
     run_sync(keep(), client)  # one sequence is kept, and one is being continued
-    assert nothing_left(engine)
-
-
-def test_generate_leaves_kept_sequences_to_its_caller(engine: NativeEngine) -> None:
-    params = SamplingParams(max_new_tokens=5)
-    ((kept,),) = generate(engine, [Request([4, 5, 6], params, seed=1, keep=True)])
-    continued = generate(engine, [Request([7], params, seed=3, continues=kept.handle)])
-    whole = [Request([4, 5, 6, *kept.token_ids, 7], params, seed=3)]
-    assert_same_groups(model(), whole, continued, generate(engine_for(model()), whole))
     assert nothing_left(engine)
 
 

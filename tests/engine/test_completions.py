@@ -1,16 +1,20 @@
-"""Completions and streams from sampled tokens; stop strings; state after errors."""
+"""From sampled tokens to completions: history, stop strings, streams; state after errors."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import re
+import random
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from engine_parts import small_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from native_parts import (
     MODES,
     SPECS,
@@ -25,11 +29,24 @@ from native_parts import (
     requests_for,
     words,
 )
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordPiece
+from tokenizers.pre_tokenizers import ByteLevel
 
-from assay.engine import Failed, Finished, Request, SamplingParams, generate
-from assay.engine.completions import OutputProcessor
+from assay.engine import Request, SamplingParams, generate
+from assay.engine.base import Decode
+from assay.engine.completions import (
+    BROKEN,
+    HISTORY_STEPS,
+    TABLES,
+    History,
+    StopStrings,
+    added_by,
+    completes_stop,
+    may_complete,
+)
 from assay.engine.running_batch import StepOutput
-from assay.engine.sequence import Job, RowState, Sample, assign_slot, close_gaps
+from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
 from assay.models.decoder import Decoder
 from assay.types import Finish
 
@@ -129,106 +146,227 @@ def test_device_error_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) 
 # -- the parts, without an engine
 
 
-def new_processor() -> OutputProcessor:
-    def keep(sample: Sample, tokens: list[int]) -> int:
-        kept.append(tokens)
-        return len(kept)
-
-    kept: list[list[int]] = []
-    outputs = OutputProcessor(4, words, keep)
-    outputs.versions.current = 6
-    outputs.start(0)
-    return outputs
+def new_sample(index: int, limit: int = 10_000) -> Sample:
+    return Sample(Job(index, Request([1], SamplingParams(), seed=0), [1], limit), 0)
 
 
-def an_output(
-    samples: list[Sample], first: int, tokens: list[list[int]], after: list[tuple[int, RowState]]
-) -> StepOutput:
-    ids = torch.tensor(tokens, dtype=torch.int32)
-    scores = torch.stack([-ids.float(), -2.0 * ids, ids / 100, ids / 10])
-    return StepOutput(samples, first, ids, scores, torch.tensor(after).T)
+def look_at(running: list[Sample], first: int, steps: int) -> StepOutput:
+    """A log with distinct values: tokens encode step and row, scores also their kind."""
+    step = torch.arange(first, first + steps)[:, None]
+    tokens = step * 100 + torch.arange(len(running))
+    scores = torch.stack([tokens + 0.125 * kind for kind in range(4)])
+    return StepOutput(list(running), first, tokens.int(), scores.float(), torch.zeros(2, len(running)))
 
 
-def test_completions_are_read_from_the_history() -> None:
-    outputs = new_processor()
+def assert_reads(history: History, samples: list[Sample], told: dict[Sample, list[int]]) -> None:
+    count = len(told[samples[0]])
+    tokens, scores = history.read(samples, count)
+    assert tokens.tolist() == [told[sample] for sample in samples]
+    assert [history.read([sample], count)[0][0].tolist() for sample in samples] == tokens.tolist()
+    assert scores.shape == (4, len(samples), count)
+    for kind in range(4):
+        assert np.array_equal(scores[kind], tokens + 0.125 * kind)
+
+
+@pytest.mark.parametrize(("window", "late"), [(1, 0), (4, 0), (4, 1), (7, 2)])
+def test_history_follows_sequences_that_change_rows(window: int, late: int) -> None:
+    """Random samples enter, leave and move between rows for longer than the initial capacity; results arrive late."""
+    draw = random.Random(window)
+    history = History(6)
+    first = history.first = 37
+    step, named = first, 0
     running: list[Sample] = []
-    jobs = [Job(i, Request([i], SamplingParams(n=1 + (i == 0)), seed=0, keep=i == 0), [i], 9) for i in range(3)]
-    for job in jobs:
-        outputs.add(job)
-    for sample in (jobs[0].samples[1], jobs[0].samples[0], jobs[1].samples[0], jobs[2].samples[0]):
-        assign_slot(sample, running, 0)
-    samples = list(running)
-    run = RowState.RUNNING
-    ended = outputs.process(
-        an_output(
-            samples, 0, [[1, 2, 3, 4], [5, 6, 7, 8]], [(2, run), (1, RowState.STOP), (2, RowState.LENGTH), (2, run)]
-        ),
-        running,
-    )
-    assert ended == [(samples[1], RowState.STOP), (samples[2], RowState.LENGTH)]
-    close_gaps(running, [sample for sample, _ in ended], 2)
-    assert (
-        outputs.process(an_output(running, 2, [[9, 10]], [(3, run), (3, RowState.BROKEN)]), running)[0][0] is samples[3]
-    )
-    close_gaps(running, [samples[3]], 3)
-    outputs.process(an_output(running, 3, [[11]], [(4, RowState.LENGTH)]), running)
-    events = outputs.take_events()
-    (failed,) = [event for event in events if isinstance(event, Failed)]
-    assert failed.request_id == 2 and re.match("request 2: .*token 2 of sample 0 are not numbers", failed.error)
-    done = {(event.request_id, event.sample): event.completion for event in events if isinstance(event, Finished)}
-    first, second = [done[0, 0], done[0, 1]], [done[1, 0]]
-    assert len(done) == 3 and not outputs.jobs and not outputs.take_events()
-    assert [completion.token_ids for completion in first] == [[2], [1, 5, 9, 11]]  # by sample
-    assert [completion.handle for completion in first] == [1, 2] and second[0].handle is None
-    assert first[1].engine_logprobs == [-1.0, -5.0, -9.0, -11.0] and first[1].sampling_logprobs == [-2, -10, -18, -22]
-    assert first[1].kept_mass == pytest.approx(0.065) and first[1].entropy == pytest.approx(0.65)
-    assert second[0].token_ids == [3, 7] and second[0].finish is Finish.LENGTH and first[0].finish is Finish.STOP
-    assert {completion.version for completion in (*first, *second)} == {6}
-    assert outputs.tokens == 7
+    told: dict[Sample, list[int]] = {}  # expected tokens of each sample
+    looks: list[StepOutput] = []
+    for _ in range(5 * HISTORY_STEPS // window):
+        while len(running) < 6 and draw.random() < 0.3:
+            assign_slot(new_sample(named), running, step)
+            told[running[-1]] = []
+            named += 1
+        if running:
+            for offset in range(window):
+                for row, sample in enumerate(running):
+                    told[sample].append((step + offset) * 100 + row)
+            looks.append(look_at(running, step, window))
+            step += window
+        while len(looks) > late:
+            history.write(looks.pop(0), running)
+        leaving = [sample for sample in running if draw.random() < 0.02 * window]
+        if leaving:
+            while looks:
+                history.write(looks.pop(0), running)
+            for sample in leaving:
+                assert_reads(history, [sample], told)
+            close_gaps(running, leaving, step)
+    assert step > first + 3 * HISTORY_STEPS and named > 20
 
 
-def test_tokens_before_a_preemption_are_prepended_and_means_are_weighted_by_length() -> None:
-    outputs = new_processor()
+def test_history_drops_steps_before_the_oldest_running_sample() -> None:
+    history = History(2)
     running: list[Sample] = []
-    job = Job(0, Request([1], SamplingParams(), seed=0, keep=True), [1], 4)
-    outputs.add(job)
-    (sample,) = job.samples
-    for step, count in ((0, 3), (5, 0), (6, 1)):  # periods of three tokens and of none, and the last one
-        assign_slot(sample, running, step)
-        outputs.history.first = min(outputs.history.first, step)
-        if count:
-            tokens = [[10 * step + i] for i in range(count)]
-            state = RowState.LENGTH if step == 6 else RowState.RUNNING
-            outputs.process(an_output(running, step, tokens, [(len(sample.drawn) + count, state)]), running)
-        if step < 6:
-            outputs.pause(sample, len(sample.drawn) + count)
-            close_gaps(running, [sample], step + count)
-    (event,) = outputs.take_events()
-    assert isinstance(event, Finished)
-    completion = event.completion
-    assert completion.token_ids == [0, 1, 2, 60] and completion.engine_logprobs == [0.0, -1.0, -2.0, -60.0]
-    assert completion.sampling_logprobs == [0.0, -2.0, -4.0, -120.0]
-    assert completion.kept_mass == pytest.approx(np.mean([0, 0.01, 0.02, 0.6]))
-    assert completion.entropy == pytest.approx(np.mean([0, 0.1, 0.2, 6.0]))
-    assert outputs.tokens == 4
+    for start in range(0, 8 * HISTORY_STEPS, 50):  # short sequences
+        assign_slot(new_sample(start), running, start)
+        history.write(look_at(running, start, 50), running)
+        assert_reads(history, running, {running[0]: [step * 100 for step in range(start, start + 50)]})
+        close_gaps(running, list(running), start + 50)
+    assert history.tokens.shape == (2, HISTORY_STEPS) and history.scores.shape == (4, 2, HISTORY_STEPS)
+    assign_slot(new_sample(0), running, 8 * HISTORY_STEPS)
+    told: list[int] = []
+    for start in range(8 * HISTORY_STEPS, 11 * HISTORY_STEPS, 64):  # one long sequence
+        history.write(look_at(running, start, 64), running)
+        told += [step * 100 for step in range(start, start + 64)]
+    assert_reads(history, running, {running[0]: told})
+    assert history.tokens.shape[1] <= 8 * HISTORY_STEPS
 
 
-def test_stop_strings_apply_only_to_requests_that_set_them() -> None:
-    outputs = new_processor()
-    running: list[Sample] = []
-    stops = [(words([7]),), (), (words([8]),)]
-    for index, stop in enumerate(stops):
-        job = Job(index, Request([1], SamplingParams(stop=stop), seed=0), [1], 9)
-        outputs.add(job)
-        assign_slot(job.samples[0], running, 0)
-    samples = list(running)
-    tokens = [[8, 10, 12], [9, 7, 8], [7, 8, 13]]
-    assert outputs.process(an_output(samples, 0, tokens, [(3, RowState.RUNNING)] * 3), running) == [
-        (samples[0], RowState.STOP),
-        (samples[2], RowState.STOP),
-    ]
-    done = {event.request_id: event.completion for event in outputs.take_events() if isinstance(event, Finished)}
-    assert {index: completion.token_ids for index, completion in done.items()} == {0: [8, 9, 7], 2: [12, 8]}
-    assert outputs.stopping is not None
-    known = {stop: np.flatnonzero(kinds).tolist() for stop, kinds in outputs.stopping.kinds.items()}
-    assert known == {stops[0]: [7, 8, 9], stops[2]: [8, 12, 13]}  # no other tokens were decoded
+PIECES = ["", "a", "b", "ab", "ba\n", "</", "x>", "é", "", "bbbb"]
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(PIECES[i] for i in ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
+    st.lists(st.text("ab\n</x>é", min_size=1, max_size=6), min_size=1, max_size=3),
+)
+def test_stop_string_is_found_at_the_token_that_completes_it(ids: list[int], stops: list[str]) -> None:
+    for end in range(1, len(ids) + 1):
+        found = completes_stop(ids[:end], stops, decode)
+        assert found == any(stop in decode(ids[:end]) for stop in stops)
+        if found:
+            break
+
+
+# -- which tokens can do so
+
+
+@cache
+def tokenizers() -> dict[str, tuple[int, Decode]]:
+    """Kinds of tokenizers: the number of tokens, and the decode function."""
+    signs = sorted(ByteLevel.alphabet())
+    every = [*signs, *(a + b for a in signs[::9] for b in signs[::7]), "Ġa", "aĠ", "Ċ", "ab", "</", "x>Ċ", "Ã©"]
+    levels = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(dict.fromkeys(every))}, merges=[]))
+    levels.decoder = decoders.ByteLevel()
+    pieces = ["<unk>", "▁", "▁a", "a", "b", "▁ab", "</", "x>", "\n", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
+    fallback = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fallback.decoder = decoders.Sequence(steps)
+    words = ["[UNK]", "a", "##a", "b", "##b", "ab", "##ab", "<", "/", "x", ">", "é", ".", "'", "s", "##x"]
+    wordpiece = Tokenizer(WordPiece(vocab={piece: i for i, piece in enumerate(words)}, unk_token="[UNK]"))
+    wordpiece.decoder = decoders.WordPiece()
+    endings = ["a", "b", "a</w>", "b</w>", "ab</w>", "x></w>", "</", "x"]
+    suffixed = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(endings)}, merges=[]))
+    suffixed.decoder = decoders.BPEDecoder(suffix="</w>")
+    found: dict[str, tuple[int, Decode]] = {"plain": (len(PIECES), decode)}
+    for name, one in (("bytes", levels), ("fallback", fallback), ("words", wordpiece), ("suffixed", suffixed)):
+        found[name] = one.get_vocab_size(), lambda ids, one=one: one.decode([int(i) for i in ids])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "bytes", "fallback", "words", "suffixed"])
+@settings(max_examples=80, deadline=None)
+@given(
+    draws=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=40),
+    stops=st.lists(st.text("ab\n</x>é .s", min_size=1, max_size=5), min_size=1, max_size=3),
+    copied=st.integers(0, 39),
+)
+def test_suspects_include_every_token_that_completes_a_stop_string(
+    kind: str, draws: list[int], stops: list[str], copied: int
+) -> None:
+    size, decoded = tokenizers()[kind]
+    ids = [draw % size for draw in draws]
+    if (text := decoded(ids[copied : copied + 3])) and BROKEN not in text:  # usually a stop string that occurs
+        stops = [*stops, text]
+    stopping, names = StopStrings(decoded), tuple(stops)
+    stopping.suspects(np.array(ids[: len(ids) // 2], dtype=np.int64), names)  # the cache must stay valid for these
+    suspects = stopping.suspects(np.array(ids), names)
+    for end in range(1, len(ids) + 1):
+        if any(stop in decoded(ids[:end]) for stop in stops):
+            assert suspects[end - 1]
+            assert stopping.completed(ids[:end], stops)
+            return
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "stop"), [("suffixed", [0, 3], "ab"), ("words", [2], "##"), ("words", [2, 2], "#aa")]
+)
+def test_text_added_by_a_token_depends_on_its_position(kind: str, ids: list[int], stop: str) -> None:
+    _, decoded = tokenizers()[kind]
+    assert stop in decoded(ids)
+    assert StopStrings(decoded).suspects(np.array(ids), (stop,))[-1]
+
+
+@pytest.mark.parametrize("stop", ["😀", "😁😀", "b😁😁😀"])
+def test_incomplete_bytes_before_a_stop_string(stop: str) -> None:
+    """A tail that starts within a character would decode to replacement characters."""
+    size, decoded = tokenizers()["fallback"]
+    first = size - 256  # the token of byte 0
+    ids = [4, *(first + byte for byte in "😁😁😀".encode())]
+    assert decoded(ids) == "b😁😁😀"
+    assert [completes_stop(ids[:end], [stop], decoded) for end in range(1, len(ids) + 1)] == [False] * 12 + [True]
+
+
+def test_start_of_the_tail_is_not_decoded_as_start_of_the_text() -> None:
+    """Some tokens decode differently at the start of a text."""
+    _, decoded = tokenizers()["words"]
+    ids = [1, 2, 1, 2, 2, 2, 2, 2, 2]
+    assert decoded(ids) == "aa aaaaaaa" and decoded(ids[-6:]) == "##aaaaaa"
+    assert not any(completes_stop(ids[:end], ["##"], decoded) for end in range(1, len(ids) + 1))
+
+
+def test_trailing_space_of_a_word_is_found_with_the_next_token() -> None:
+    """The decoder of GPT-1 writes the space of "a</w>" only if another token follows."""
+    size, decoded = tokenizers()["suffixed"]
+    ends, stopping = [2, 3, 4, 5], StopStrings(decoded)
+    for first in ends:
+        stop = decoded([first]) + " "
+        for following in range(size):
+            ids = [0, first, following]
+            assert StopStrings(decoded).suspects(np.array(ids), (stop,)).tolist()[-1]
+            assert [stopping.suspects(np.array([token]), (stop,)).item() for token in ids][-1]  # one call per token
+            assert stopping.completed(ids, (stop,)) and not stopping.completed(ids[:2], (stop,))
+
+
+def test_few_tokens_are_suspects() -> None:
+    size, decoded = tokenizers()["bytes"]
+    added = {i: added_by(i, decoded) for i in range(size) if BROKEN not in decoded([i])}
+    kinds = {decoded([i]): may_complete(added[i], ["</x>\n"]) for i in added}
+    assert [text for text, may in kinds.items() if may and "\n" not in text and ">" not in text] == []
+    assert kinds["x>\n"] and kinds["\n"] and not kinds["</"] and not kinds["x"] and not kinds["ab"]
+    assert not kinds[">"]  # the stop string continues after it
+
+
+def test_incomplete_characters_do_not_make_all_tokens_suspects() -> None:
+    size, decoded = tokenizers()["bytes"]
+    stopping = StopStrings(decoded)
+    every = np.arange(size)
+    broken = np.array([BROKEN in decoded([token, token]) for token in every])
+    assert broken.any() and stopping.suspects(every, ("</x> ",))[~broken].mean() < 0.2
+
+
+def test_tokens_are_decoded_once() -> None:
+    calls: list[Sequence[int]] = []
+
+    def counted(ids: Sequence[int]) -> str:
+        calls.append(ids)
+        return decode(ids)
+
+    stopping = StopStrings(counted)
+    tokens = np.array([[1, 3, 1], [4, 1, 3]])
+    first = stopping.suspects(tokens, ("b",))
+    assert first.tolist() == [[False, True, False], [True, False, True]]
+    before = len(calls)
+    assert stopping.suspects(tokens[:, ::-1], ("b",)).tolist() == first[:, ::-1].tolist()
+    assert stopping.suspects(tokens, ("a",)).tolist() == [[True, True, True], [True, True, True]]
+    assert len(calls) == before
+    assert stopping.suspects(np.zeros((0, 3), dtype=np.int32), ("a",)).shape == (0, 3)
+
+
+def test_number_of_cached_tables_is_bounded() -> None:
+    stopping = StopStrings(decode)
+    for _ in range(2):
+        for i in range(TABLES + 10):
+            assert stopping.suspects(np.array([1, 2]), ("b", f"{i}")).tolist() == [False, True]
+    assert len(stopping.kinds) == TABLES

@@ -1,15 +1,21 @@
-"""Continuation by handle, compared with a new engine that gets all tokens as a prompt."""
+"""Continuation by handle, also while other requests run: the same as a new engine that gets all tokens as a prompt."""
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 from engine_parts import assert_same_tokens, small_decoder
 from native_parts import (
     MODES,
     SPECS,
+    Consumer,
     Mode,
     assert_same_draws,
     assert_scores,
@@ -18,12 +24,14 @@ from native_parts import (
     mixed_prompts,
     requests_for,
     served,
-    tokens_of,
+    transformers_model,
     words,
 )
 
-from assay.engine import NativeEngine, Request, SamplingParams, generate
+from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
+from assay.engine.native.scheduler import MAX_WAIT
 from assay.models.decoder import Decoder
+from assay.models.fallback import HFModel
 from assay.types import Completion, Finish
 
 WAYS = {
@@ -156,30 +164,6 @@ def test_reset_prefix_cache_recomputes_kept_sequences() -> None:
     assert engine.stats.prefill_tokens == len(before) + 1
 
 
-def test_unknown_handles_fail_with_a_clear_error() -> None:
-    engine = engine_for(model())
-    before, completion = kept_with_blocks(engine)
-    assert completion.handle is not None
-    params = SamplingParams(max_new_tokens=5)
-    good = Request([5], params, seed=1, name="good")
-    unknown = Request([5], params, seed=1, name="lost", continues=completion.handle + 1)
-    groups, errors = served(engine, [good, unknown])
-    assert list(errors) == [1] and "'lost'" in errors[1] and f"handle {completion.handle + 1}" in errors[1]
-    assert_as_fresh([5], good, groups[0])
-
-    going_on = Request([6], params, seed=2, continues=completion.handle)
-    groups, errors = served(engine, [going_on, going_on])  # the first one consumes the handle
-    assert list(errors) == [1] and "continued or released before" in errors[1]
-    assert_as_fresh([*before, 6], going_on, groups[0])
-    assert list(served(engine, [going_on])[1]) == [0]
-
-    _, completion = kept_with_blocks(engine)
-    assert completion.handle is not None
-    engine.release([completion.handle, completion.handle, 12345])
-    assert idle(engine)
-    assert list(served(engine, [Request([6], params, seed=2, continues=completion.handle)])[1]) == [0]
-
-
 def test_invalid_continuation_leaves_its_handle_usable() -> None:
     engine = engine_for(model())
     before, completion = kept_with_blocks(engine)
@@ -189,10 +173,113 @@ def test_invalid_continuation_leaves_its_handle_usable() -> None:
     assert_as_fresh([*before, 7], request, generate(engine, [request])[0])
 
 
-def test_only_requests_with_keep_get_handles() -> None:
-    engine = engine_for(model())
-    params = SamplingParams(n=2, max_new_tokens=5)
-    kept, free = generate(engine, [Request([1], params, seed=0, keep=True), Request([2], params, seed=0)])
-    assert set(engine.scheduler.kept) == {completion.handle for completion in kept}
-    assert all(completion.handle is None for completion in free)
-    assert tokens_of([kept])[0] == [kept_one.tokens[1:] for kept_one in engine.scheduler.kept.values()]
+# -- requests added while others are running: conversations whose turns continue independently of each other
+
+TURNS = 4
+TALK_WAYS = {
+    "plain": Mode(),
+    "few rows": Mode(max_batch=3),
+    "windows": Mode(max_batch=5, window=4, ahead=1),
+    "small cache": Mode(max_batch=8, cache=112),
+    "all at once": MODES["all at once"],
+}
+
+
+@dataclass
+class Talks:
+    """Conversations with a few turns of different lengths; each continues as soon as its turn has ended."""
+
+    first: Sequence[Request]
+    turns: int = TURNS
+    long: int = 0  # prompt tokens of some conversations
+    asked: list[tuple[int, int, list[int], Request]] = field(default_factory=list)  # talk, turn, tokens before, request
+    ended: list[tuple[int, Completion]] = field(default_factory=list)
+    calls: list[bool] = field(default_factory=list)
+    done: dict[tuple[int, int], Completion] = field(default_factory=dict)  # by talk and turn
+    order: list[tuple[int, int]] = field(default_factory=list)
+
+    def on_finish(self, request: int, sample: int, completion: Completion) -> None:
+        assert sample == 0
+        self.ended.append((request, completion))
+
+    def more(self, nothing_else: bool) -> list[Request]:
+        assert not torch.is_inference_mode_enabled()
+        self.calls.append(nothing_else)
+        requests = list(self.first) if len(self.calls) == 1 else []
+        self.asked += [(talk, 0, [], request) for talk, request in enumerate(requests)]
+        ended, self.ended = sorted(self.ended, key=lambda one: one[0]), []
+        for index, completion in ended:
+            talk, turn, before, request = self.asked[index]
+            self.done[talk, turn] = completion
+            self.order.append((talk, turn))
+            if turn + 1 < self.turns:
+                requests.append(self.turn(talk, turn + 1, completion.handle))
+                self.asked.append((talk, turn + 1, [*before, *request.prompt_ids, *completion.token_ids], requests[-1]))
+        return requests
+
+    def turn(self, talk: int, turn: int, handle: int | None) -> Request:
+        draw = random.Random(100 * talk + turn)
+        params = SamplingParams(max_new_tokens=draw.choice((1, 2, 5, 16)), stop_token_ids=(0, 1))
+        if self.long and turn == 0 and talk < 5:
+            params = SamplingParams(max_new_tokens=self.long)
+        given = draw.choices(range(61), k=draw.choice((0, 1, 3)))
+        return Request(given, params, 100 * talk + turn, f"talk {talk}", keep=turn + 1 < self.turns, continues=handle)
+
+
+def talks(count: int = 9, turns: int = TURNS, long: int = 0) -> Talks:
+    found = Talks([], turns, long)
+    prompts = mixed_prompts(seed=4)[:count]
+    found.first = [replace(found.turn(i, 0, None), prompt_ids=prompt) for i, prompt in enumerate(prompts)]
+    return found
+
+
+def hf_engine() -> Engine:
+    hf: Any = transformers_model(SPECS["qwen3"], model())
+    return make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    **{name: functools.partial(engine_for, model(), mode, decode=words) for name, mode in TALK_WAYS.items()},
+    "hf": hf_engine,
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_continuations_added_while_others_run_equal_whole_prompts(kind: str) -> None:
+    engine, talk = ENGINES[kind](), talks(long=45)
+    consumer = Consumer(engine, on_finish=talk.on_finish, more=talk.more)
+    consumer.run()
+    groups = consumer.groups()
+    assert [group[0] for group in groups] == [talk.done[t, turn] for t, turn, _, _ in talk.asked]
+    assert len(groups) == 9 * TURNS and len(talk.done) == 9 * TURNS
+    fresh = engine_for(model(), decode=words)
+    for number, turn, before, request in talk.asked:
+        whole = Request([*before, *request.prompt_ids], request.params, request.seed)
+        fresh.reset_prefix_cache()
+        assert_same_draws(model(), whole, [talk.done[number, turn]], generate(fresh, [whole])[0])
+    assert talk.calls[0] and talk.calls[-1]  # the last call adds nothing
+    if isinstance(engine, NativeEngine):
+        assert idle(engine) and not engine.scheduler.kept
+        assert (engine.stats.preemptions > 0) == (kind in ("small cache", "all at once"))
+        ahead = any(first[1] > second[1] for first, second in pairwise(talk.order))  # some are turns ahead of others
+        assert ahead or kind == "all at once"  # there the cache is so small that requests are queued
+        assert sum(talk.calls) <= 1 + TURNS  # at the end, and when one conversation was left
+
+
+@pytest.mark.parametrize(("running", "first"), [(40, MAX_WAIT), (4, 8)])  # 1 + ... + 8 > 4 x ADMISSION_COST
+def test_requests_that_arrive_one_by_one_are_admitted_together(running: int, first: int) -> None:
+    """One request arrives after each step; they are admitted together, since each admission costs a prefill."""
+    engine = engine_for(model(), Mode(max_batch=64))
+    seen: list[int] = []
+    enter = engine.rows.enter
+
+    def note(samples: Sequence[Any]) -> None:
+        seen.append(len(samples))
+        enter(samples)
+
+    engine.rows.enter = note  # type: ignore[method-assign]
+    long = SamplingParams(n=running, max_new_tokens=2 * MAX_WAIT)
+    short = SamplingParams(max_new_tokens=2)
+    waves = [[Request([1], long, seed=0)], *([Request([i], short, i)] for i in range(first + 3))]
+    Consumer(engine, more=lambda nothing_else: waves.pop(0) if waves else []).run()
+    assert seen == [running, first, 3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from event_parts import (
-    GPU_LIKE,
-    Recorder,
     add_all,
     assert_equal_completions,
     assert_nothing_left,
@@ -27,7 +24,7 @@ from event_parts import (
 from inflight_parts import decoder
 from native_parts import Mode
 
-from assay.engine import Engine, HFEngine, NativeEngine, Request, SamplingParams, generate
+from assay.engine import Engine, HFEngine, Request, SamplingParams, generate
 from assay.types import Completion, UserError
 
 SMALL_CACHE = Mode(max_batch=6, window=2, ahead=1, cache=112, prefill_tokens=20)
@@ -218,75 +215,6 @@ def test_ctrl_c_in_a_queued_call_is_raised_in_the_stepping_thread() -> None:
 
 
 # -- nothing accumulates
-
-
-def sizes(engine: NativeEngine) -> dict[str, int]:
-    outputs, scheduler = engine.outputs, engine.scheduler
-    return {
-        "jobs": len(outputs.jobs),
-        "events": len(outputs.events),
-        "history": outputs.history.tokens.size,
-        "versions": len(outputs.versions.starts),
-        "kept": len(scheduler.kept),
-        "running": len(scheduler.running),
-        "waiting": len(scheduler.waiting),
-        "queued": len(engine.incoming) + len(engine.boundary.queue),
-        "in flight": len(engine.in_flight),
-        "blocks": engine.blocks.in_use,
-        "prefixes": max(len(engine.blocks.prefix_index) - engine.blocks.total, 0),
-    }
-
-
-def serve_many(engine: NativeEngine, count: int, recorder: Recorder) -> None:
-    """Serve small overlapping requests. Some fail, some are aborted, kept or continued."""
-    handles: list[int] = []
-    for number in range(count):
-        params = SamplingParams(n=1 + number % 2, max_new_tokens=2 + number % 5, stop=("a",) if number % 3 else ())
-        prompt = [number % 61, number // 61 % 61, 5] if number % 50 else []
-        request = Request(prompt, params, number, keep=number % 4 == 0, stream=number % 5 == 0)
-        if number % 7 == 0 and handles:
-            request = replace(request, continues=handles.pop(), prompt_ids=[3])
-        request_id = engine.add(request)
-        events = engine.step(wait=number % 2 == 0)
-        if number % 11 == 0:
-            engine.abort([request_id])
-        if number % 20 == 0:
-            engine.update_weights(engine_weights(engine), engine.info.version + 1)
-        for event in events:
-            if (handle := getattr(getattr(event, "completion", None), "handle", None)) is not None:
-                handles.append(handle)
-        engine.release(handles[:-2])
-        del handles[:-2]
-        recorder.record(events)
-    engine.release(handles)
-
-
-def engine_weights(engine: NativeEngine) -> Any:
-    return decoder(0, engine.info.dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "kv"),
-    [(100, "recompute"), *(pytest.param(2000, kv, marks=pytest.mark.slow) for kv in ("recompute", "keep"))],
-)
-def test_native_engine_keeps_no_objects_of_finished_requests(count: int, kv: str) -> None:
-    engine = native(decoder(0, torch.float32), replace(GPU_LIKE, cache=400), kv_on_update=kv, dtype=torch.float32)
-    serve_many(engine, 80, Recorder())
-    before = sizes(engine)
-    gc.collect()
-    counts = Counter(type(thing).__name__ for thing in gc.get_objects())
-    serve_many(engine, count, Recorder())
-    gc.collect()
-    after = Counter(type(thing).__name__ for thing in gc.get_objects())
-    grown = {name: after[name] - counts[name] for name in after if after[name] - counts[name] > 60}
-    assert not grown, "objects that the engine still holds"
-    for name, size in sizes(engine).items():
-        assert size <= max(before[name], 40) or name == "history", name
-    assert engine.outputs.history.tokens.size <= 2 * before["history"]
-    run(engine)
-    assert_nothing_left(engine)
-    assert len(engine.outputs.versions.starts) == 1
 
 
 @pytest.mark.slow

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.running_batch import LOG_STEPS, Rows
+from assay.engine.running_batch import Rows
 from assay.engine.sampler import noise_keys, signed
 from assay.engine.sequence import (
     FORBIDDEN_SLOTS,
@@ -18,7 +17,6 @@ from assay.engine.sequence import (
     RowState,
     Sample,
     assign_slot,
-    close_gaps,
 )
 
 CPU = torch.device("cpu")
@@ -73,26 +71,6 @@ def test_enter_fills_only_the_rows_of_new_samples() -> None:
     assert rows.ints[3:, Column.STATE].tolist() == [RowState.IDLE] * 2 and not rows.ints[3:, Column.TOKEN].any()
 
 
-def test_preempted_sample_continues_after_its_last_token() -> None:
-    rows = Rows(1, 1, CPU)
-    sample = Sample(job(0, [7, 8, 9]), 0, drawn=[20, 21])
-    entered(rows, [sample])
-    assert rows.ints[0, [Column.TOKEN, Column.POSITION, Column.STORED, Column.COUNT]].tolist() == [21, 4, 5, 2]
-
-
-def test_reused_row_keeps_no_values_of_the_previous_sample() -> None:
-    rows = Rows(1, 1, CPU)
-    entered(rows, [Sample(job(0, [1], forbidden_token_ids=(1, 2), stop_token_ids=(4,), top_k=3), 0)])
-    entered(rows, [Sample(job(0, [1]), 0)])
-    clean = Rows(1, 1, CPU)
-    entered(clean, [Sample(job(0, [1]), 0)])
-    assert rows.ints.tolist() == clean.ints.tolist() and rows.floats.tolist() == clean.floats.tolist()
-    logits = torch.zeros(1, 3)
-    for _ in range(9):
-        rows.draw(logits)
-    assert set(rows.log_tokens[:9, 0].tolist()) == {0, 1, 2}  # nothing is forbidden any more
-
-
 def test_modes_follow_the_parameters_of_running_rows() -> None:
     rows = Rows(4, 1, CPU)
     cases = [
@@ -112,24 +90,6 @@ def test_modes_follow_the_parameters_of_running_rows() -> None:
     assert rows.modes == Modes(greedy=True, random=True, truncate=True)
 
 
-def test_move_copies_all_values_of_a_row() -> None:
-    rows = Rows(6, 3, CPU)
-    jobs = [job(i, [i] * (i + 1), seed=i, top_k=i, temperature=1.0 + i, forbidden_token_ids=(i,)) for i in range(6)]
-    samples = [Sample(one, 0, blocks=[10 * i, 10 * i + 1]) for i, one in enumerate(jobs)]
-    running = entered(rows, samples)
-    rows.add_blocks(samples)
-    before = [rows.ints.clone(), rows.floats.clone(), rows.forbidden.clone()]
-    gone = [samples[0], samples[2], samples[5]]
-    rows.move(close_gaps(running, gone, 1), len(running), 6)
-    assert len(running) == 3 and {sample.row for sample in running} == {0, 1, 2}
-    rows.write_tables(3, 2)
-    for sample in running:
-        for table, old in zip((rows.ints, rows.floats, rows.forbidden), before, strict=True):
-            assert table[sample.row].tolist() == old[sample.job.id].tolist()
-        assert rows.tables[sample.row, :2].tolist() == sample.blocks
-    assert rows.ints[:, Column.STATE].tolist() == [RowState.RUNNING] * 3 + [RowState.IDLE] * 3
-
-
 def test_block_tables_are_uploaded_only_after_changes() -> None:
     rows = Rows(3, 4, CPU)
     samples = [Sample(job(i, [1]), 0, blocks=[i + 1]) for i in range(2)]
@@ -145,30 +105,3 @@ def test_block_tables_are_uploaded_only_after_changes() -> None:
     rows.add_blocks([])
     rows.write_tables(2, 3)  # no changes
     assert not rows.tables.any()
-
-
-def test_read_returns_results_across_the_wraparound_of_the_log() -> None:
-    rows = Rows(3, 1, CPU)
-    running = entered(
-        rows, [Sample(job(i, [1], limit=LOG_STEPS + 5 if i else 3, temperature=0.0), 0) for i in range(2)]
-    )
-    drawn: list[list[int]] = []
-    draw = np.random.default_rng(0)
-    for step in range(LOG_STEPS + 5):
-        logits = torch.from_numpy(draw.normal(size=(2, 50))).float()
-        before = rows.ints[:2, Column.STATE] == RowState.RUNNING
-        rows.draw(logits)
-        expected = logits.log_softmax(-1).amax(-1)
-        look = rows.read(list(running), step, 1)
-        assert look.samples == running and look.tokens.shape == (1, 2) and look.scores.shape == (4, 1, 2)
-        drawn.append(logits.argmax(-1).tolist())
-        for row in range(2):
-            if before[row]:
-                assert look.tokens[0, row] == drawn[-1][row]
-                assert torch.allclose(look.scores[:2, 0, row], torch.tensor([float(expected[row]), 0.0]), atol=1e-6)
-    assert look.after.tolist() == [[3, LOG_STEPS + 5], [RowState.LENGTH, RowState.LENGTH]]
-    window = rows.read(list(running), LOG_STEPS, 5)
-    assert window.tokens[:, 1].tolist() == [tokens[1] for tokens in drawn[-5:]]
-    assert rows.ints[:2, Column.POSITION].tolist() == [3, LOG_STEPS + 5]
-    assert rows.ints[0, Column.TOKEN] == drawn[2][0]  # it has ended and does not change
-    assert rows.ints[2, Column.STATE] == RowState.IDLE

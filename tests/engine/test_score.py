@@ -17,10 +17,10 @@ from event_parts import (
     run,
     varied_requests,
 )
-from inflight_parts import decoder, transformers_decoder
+from inflight_parts import decoder
 from native_parts import Mode
 
-from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate
+from assay.engine import Engine, Request, SamplingParams, generate
 from assay.types import UserError
 
 TOLERANCES = {"native": 2e-5, "native64": 1e-10, "hf": 2e-5}
@@ -54,15 +54,6 @@ def test_scores_equal_logprobs_of_the_trainer(backend: str, temperature: float) 
     expected = [trainer_scores(ids, temperature) for ids in sequences()]
     assert_scores_equal(engine.score(sequences(), temperature), expected, TOLERANCES[backend])
     assert engine.score([]) == [] and engine.score([[5]]) == [[]]
-
-
-def test_scores_equal_logprobs_of_transformers() -> None:
-    engine = native(decoder(0))
-    for ids in sequences()[1:8:2]:
-        with torch.no_grad():
-            logits = transformers_decoder(0)(torch.tensor([ids])).logits[0, :-1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-        assert_scores_equal(engine.score([ids]), [expected], 2e-5)
 
 
 @pytest.mark.parametrize("budget", [5, 40, 100])
@@ -117,12 +108,6 @@ def test_scores_follow_the_weights_also_from_other_threads() -> None:
     assert_scores_equal(found, expected, 1e-10)
 
 
-def test_sleeping_engine_can_score() -> None:
-    engine = native(decoder(0))
-    engine.sleep()
-    assert_scores_equal(engine.score(sequences()), [trainer_scores(ids, 1.0) for ids in sequences()], 1e-10)
-
-
 @pytest.mark.parametrize("backend", TOLERANCES)
 def test_invalid_score_arguments_raise_and_requests_continue(backend: str) -> None:
     engine = build(backend)
@@ -143,10 +128,3 @@ def refused(engine: Engine) -> list[tuple[list[list[int]], float, str]]:
         ([[1] * (engine.info.max_length + 1)], 1.0, "tokens"),
         ([[1, 2]], 0.0, "temperature"),
     ]
-
-
-def test_scoring_leaves_no_blocks_in_use() -> None:
-    engine = native(decoder(0))
-    assert isinstance(engine, NativeEngine)
-    engine.score(sequences())
-    assert engine.blocks.in_use == 0

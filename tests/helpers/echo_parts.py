@@ -14,7 +14,7 @@ from http_parts import Answer, SmallServer, small_server
 from torch import Tensor
 
 from assay.config import RemoteEngineConfig
-from assay.engine.base import Capabilities, EngineOptions, Request, SamplingParams
+from assay.engine.base import Capabilities, Request, SamplingParams
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.sequence import Job
 from assay.types import Completion, Finish
@@ -27,6 +27,7 @@ class EchoEngine(RemoteEngine):
     """A backend whose servers return tokens that depend on the prompt, the seed and the sample."""
 
     kind, section = "echo", "vllm"
+    settings_type, capabilities = RemoteEngineConfig, Capabilities()
 
     def _check_servers(self) -> None:
         self.call_all("GET", "/health")
@@ -71,9 +72,9 @@ def echo(path: str, body: Any) -> Answer:
     return 200, {"completions": [{"ids": ids, "logprobs": [-0.5] * len(ids)} for ids in parts]}
 
 
-def options(**changes: Any) -> EngineOptions:
+def options(**changes: Any) -> dict[str, Any]:
     values = {"device": "cpu", "dtype": torch.float32, "decode": lambda ids: "".join(map(chr, ids))}
-    return EngineOptions(**(values | changes))
+    return values | changes
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def engine_on(
     with ExitStack() as stack:
         servers = [stack.enter_context(small_server(answer)) for answer in answers or (echo,)]
         config = RemoteEngineConfig(urls=[server.url for server in servers], **values)
-        engine = kind(POLICY, config, opts, Capabilities())
+        engine = kind(POLICY, config, **opts)
         stack.callback(engine.close)
         yield engine, servers
 

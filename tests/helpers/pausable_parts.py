@@ -14,11 +14,21 @@ from vllm_parts import FakeVLLM
 
 from assay.config import SGLangConfig, VLLMConfig
 from assay.engine import make_engine
+from assay.engine.base import EngineOptions
+from assay.integrations.sglang import LaunchedSGLang
+from assay.integrations.vllm import LaunchedVLLM
 
 POLICY = small_decoder(small_spec())
 PROMPT = [3, 1, 4, 1, 5]
 FAKES: dict[str, Any] = {"vllm": FakeVLLM, "sglang": FakeSGLang}
+LAUNCHERS: dict[str, Any] = {"vllm": LaunchedVLLM, "sglang": LaunchedSGLang}
 CONFIGS: dict[str, Any] = {"vllm": VLLMConfig, "sglang": SGLangConfig}
+
+
+def launched_servers(backend: str, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """Servers that the engine would start."""
+    values = {"device": "cuda", "dtype": torch.float32, "max_batch": 7} | (options or {})
+    return LAUNCHERS[backend](CONFIGS[backend](**settings), EngineOptions(**values))
 
 
 def decode(ids: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from http_parts import Answer
 from safetensors.torch import load_file
 
-from assay.integrations.vllm.worker import EXTENSION
+from assay.integrations.vllm_worker import EXTENSION
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digests
 

@@ -21,7 +21,7 @@ from train_parts import tiny_decoder  # noqa: E402
 
 from assay.config import SGLangConfig  # noqa: E402
 from assay.engine import make_engine  # noqa: E402
-from assay.integrations.sglang.engine import SGLangEngine  # noqa: E402
+from assay.integrations.sglang import SGLangEngine  # noqa: E402
 from assay.models import Lora  # noqa: E402
 from assay.models.export import save_model  # noqa: E402
 from assay.runs.rollouts import read_rollouts  # noqa: E402

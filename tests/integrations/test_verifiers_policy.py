@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
-from assay.integrations.verifiers.policy import tool_calls, tool_result
+from assay.integrations.verifiers_policy import tool_calls, tool_result
 
 
 def test_calls_in_a_reply_have_the_form_of_the_openai_api() -> None:

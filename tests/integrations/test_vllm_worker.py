@@ -1,4 +1,4 @@
-"""The extension of vLLM's worker, without vLLM: staging, names of fused layers."""
+"""What runs inside vLLM, without vLLM: staging, names of fused layers, access control."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
+import pytest
 import torch
-from engine_parts import small_decoder, small_spec
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
 from torch import nn
 
-from assay.integrations.vllm.worker import stage, unfused
+from assay.engine.remote.server_side import KEY
+from assay.integrations.vllm_worker import KeyCheck, stage, unfused
 
-WORKER = "assay.integrations.vllm.worker"
-POLICY = small_decoder(small_spec("qwen2"))
+WORKER = "assay.integrations.vllm_worker"
 
 
 class Fused(nn.Module):
@@ -61,3 +67,44 @@ def test_fused_layers_are_split_and_padding_is_removed() -> None:
     }
     model.attn.qkv_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # repacked for a CPU
     assert dict(unfused(model))["attn.k_proj.weight"] is None
+
+
+async def load_weights(request: object) -> PlainTextResponse:
+    return PlainTextResponse("loaded")
+
+
+async def talk(socket: WebSocket) -> None:
+    await socket.accept()
+    await socket.close()
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    monkeypatch.setenv(KEY, "secret")
+    app = Starlette(routes=[Route("/collective_rpc", load_weights, methods=["POST"]), WebSocketRoute("/talk", talk)])
+    app.add_middleware(KeyCheck)
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", "secret", "Basic secret"])
+def test_requests_without_the_key_are_refused(client: TestClient, given: str) -> None:
+    headers = [(b"authorization", given.encode())] if given else []
+    response = client.request("POST", "/collective_rpc", headers=headers)
+    assert response.status_code == 401
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/talk", headers={"authorization": given}):
+        pass
+
+
+def test_requests_with_the_key_are_served(client: TestClient) -> None:
+    headers = {"authorization": "Bearer secret"}
+    assert client.post("/collective_rpc", headers=headers).text == "loaded"
+    assert client.post("/collective_rpc", headers=httpx.Headers([*headers.items()] * 2)).status_code == 401
+    with client.websocket_connect("/talk", headers=headers):
+        pass
+    assert client.options("/collective_rpc").status_code == 401
+
+
+def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(KeyError):
+        KeyCheck(None)

@@ -19,7 +19,7 @@ from real_server import CUDA, DEVICE, DTYPE, ROOT
 
 from assay.config import SGLangConfig
 from assay.engine import make_engine
-from assay.integrations.sglang.engine import SGLangEngine
+from assay.integrations.sglang import SGLangEngine
 from assay.models import load_model
 from assay.text import Tokenizer
 

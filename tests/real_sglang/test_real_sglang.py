@@ -19,7 +19,7 @@ from stepped import Stepped
 from assay.engine.base import Finished, Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.transport import CHUNK_BYTES, FolderTransport, IpcTransport
-from assay.integrations.sglang.engine import SGLangEngine
+from assay.integrations.sglang import SGLangEngine
 from assay.models import Decoder
 from assay.text import Tokenizer
 from assay.types import Finish

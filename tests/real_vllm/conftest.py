@@ -18,7 +18,7 @@ from real_server import CUDA, DEVICE, DTYPE, ROOT
 
 from assay.config import VLLMConfig
 from assay.engine import make_engine
-from assay.integrations.vllm.engine import VLLMEngine
+from assay.integrations.vllm import VLLMEngine
 from assay.models import load_model
 from assay.text import Tokenizer
 

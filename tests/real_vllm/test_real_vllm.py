@@ -21,7 +21,7 @@ from assay.engine.base import Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.scoring import ScoringClient
 from assay.engine.remote.transport import IpcTransport
-from assay.integrations.vllm.engine import VLLMEngine
+from assay.integrations.vllm import VLLMEngine
 from assay.models import Decoder, Lora, fingerprint
 from assay.testing.engine import check_engine
 from assay.text import Tokenizer

@@ -186,14 +186,6 @@ def test_concurrent_requests_are_computed_together() -> None:
     assert list(map(len, process.calls)) == [1, 9]  # those that came while the first one was computed
 
 
-def test_too_many_sequences_are_answered_with_429() -> None:
-    process = FakeProcess()
-    process.go.set()
-    answer = posted(process, {"input": [[1], [2], [3]]}, capacity=2)
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-    assert posted(process, {"input": [[1], [2]]}, capacity=2).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [

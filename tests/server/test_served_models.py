@@ -18,7 +18,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from assay.config import ServerConfig
 from assay.engine import Request, SamplingParams, generate, make_engine
-from assay.engine.remote.assay.engine import AssayEngine
+from assay.engine.remote.assay import AssayEngine
 from assay.models import HFModel, load_model
 from assay.models.base import fingerprint
 from assay.testing.engine import check_engine

@@ -1,4 +1,4 @@
-"""The life of the server: binding, keys, signals, and requests that finish before it ends."""
+"""Run the server: weights in folders, keys, signals, and requests that finish before it ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from serve_parts import command, save_folder, serving, tiny_model
 
 from assay.config import HttpConfig
+from assay.server.server import FolderWeights
 from assay.server.service import api_key_of
 from assay.system import http_server
 from assay.types import UserError
@@ -61,3 +62,15 @@ def test_a_second_signal_stops_immediately(tmp_path: Path) -> None:
             assert process.stderr is not None and "stopping" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
+
+
+def test_missing_and_damaged_weights_are_reported(tmp_path: Path) -> None:
+    for folder, message in (
+        (tmp_path, "do trainer and server share this folder"),
+        (tmp_path / ("x" * 300), "too long"),
+    ):
+        with pytest.raises(UserError, match=f"cannot read the weights .*{message}"):
+            list(FolderWeights(str(folder)).weights())
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match="cannot read the weights"):
+        list(FolderWeights(str(tmp_path)).weights())

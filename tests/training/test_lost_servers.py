@@ -13,7 +13,7 @@ from serve_parts import save_folder, serving, tiny_model
 from small_run import SmallRuns, inject
 
 from assay.engine.remote import base
-from assay.engine.remote.assay.engine import AssayEngine
+from assay.engine.remote.assay import AssayEngine
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
 from assay.training import run as train_run

@@ -22,7 +22,7 @@ from train_parts import tiny_decoder
 from assay.config import EngineConfig, ServerConfig
 from assay.engine import WeightSource, make_engine
 from assay.engine.native.engine import NativeEngine
-from assay.engine.remote.assay.engine import AssayEngine
+from assay.engine.remote.assay import AssayEngine
 from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import HFModel, Lora, PolicyModel
 from assay.models.base import digests, fingerprint

@@ -25,7 +25,7 @@ from assay.config import (
     TrainConfig,
 )
 from assay.engine.base import BaseEngine, Engine
-from assay.engine.remote.nodes import with_engine_nodes
+from assay.engine.remote.launch import with_engine_nodes
 from assay.envs import Env
 from assay.integrations.openai import OpenAIEngine
 from assay.mesh import Mesh

@@ -1,6 +1,6 @@
 """The command `assay slurm`: its options, their checks, and the batch script.
 
-The script runs `train_node` on nodes that train, and `engine_node` on nodes that only generate.
+The script runs `assay.integrations.slurm` on all nodes: on those that train, and on those that only generate.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def seconds(limit: str) -> float:
 
 
 def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
-    """Options of sbatch, the user's commands, the values of this run, and the common part (job.sh)."""
+    """Options of sbatch, the user's commands, the values of this run, and the common part (slurm_job.sh)."""
     logs = f"{cfg.runs_dir}/slurm/".replace("%", "%%")  # Slurm replaces %x and others by names
     settings = [word for word in args.overrides if word.partition("=")[0] != "--name"]
     options = {
@@ -203,7 +203,7 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
             "trap : TERM",
             *args.before,
             *(f"{key}={value}" for key, value in values.items()),
-            files("assay.integrations.slurm").joinpath("job.sh").read_text(encoding="utf-8"),
+            files("assay.integrations").joinpath("slurm_job.sh").read_text(encoding="utf-8"),
         ]
     )
 

@@ -23,7 +23,7 @@ from assay.engine.base import (
     TokenChunk,
     WeightSource,
 )
-from assay.engine.client import EngineClient, connect, generate, run_sync
+from assay.engine.client import connect, generate, run_sync
 from assay.engine.hf import HFEngine
 from assay.engine.native.engine import NativeEngine
 from assay.models.base import PolicyModel
@@ -35,7 +35,6 @@ __all__ = [
     "BaseEngine",
     "Capabilities",
     "Engine",
-    "EngineClient",
     "EngineInfo",
     "EngineOptions",
     "Event",
@@ -85,9 +84,9 @@ def without_group(make: Backend, name: str = "a custom engine") -> Backend:
 ENGINES: dict[str, Backend | str] = {
     "native": make_native,
     "hf": without_group(make_hf, "the hf engine"),
-    "assay": "assay.engine.remote.assay.engine:AssayEngine",
-    "vllm": "assay.integrations.vllm.engine:VLLMEngine",
-    "sglang": "assay.integrations.sglang.engine:SGLangEngine",
+    "assay": "assay.engine.remote.assay:AssayEngine",
+    "vllm": "assay.integrations.vllm:VLLMEngine",
+    "sglang": "assay.integrations.sglang:SGLangEngine",
     "openai": "assay.integrations.openai:refuse_weights",  # commands that need no weights build it themselves
 }
 

@@ -81,7 +81,7 @@ class Rows:
         self.device, self.size = device, rows
         wide = torch.promote_types(dtype, torch.float32)
         self.float_type: type[np.floating] = np.float64 if wide == torch.float64 else np.float32
-        self.staging = Staging(device)
+        self.upload = Staging(device).upload  # copies to the device without waiting for it
         self.ints = torch.zeros(rows, WIDTH, dtype=torch.int64, device=device)
         self.ints[:, Column.STATE] = RowState.IDLE
         self.floats = torch.zeros(rows, 4, dtype=wide, device=device)  # temperature, top_p, min_p, unused
@@ -98,10 +98,6 @@ class Rows:
 
     def column(self, column: Column, size: int) -> Tensor:
         return self.ints[:size, column]
-
-    def upload(self, values: np.ndarray) -> Tensor:
-        """Copy to the device without waiting for it."""
-        return self.staging.upload(values)
 
     def enter(self, samples: Sequence[Sample]) -> None:
         """Fill the rows of samples that enter; these rows are consecutive."""

@@ -25,7 +25,7 @@ from assay.types import UserError, missing_extra, unknown_name
 
 MAX_TEXT = 4_096  # characters of a text space
 # Prefix of a name -> loader of environments of another package.
-ADAPTERS = {"verifiers:": "assay.integrations.verifiers.env:load_verifiers_env"}
+ADAPTERS = {"verifiers:": "assay.integrations.verifiers:load_verifiers_env"}
 OPTIONS = ("role", "inline", "stop", "max_steps", "slow", "max_return", "judged", "words")
 ENVS: dict[str, Callable[..., Env]] = {
     env.name: env for env in (TaskEnv, GuessNumber, Stepwise, Calculator, PythonTool, CountdownTries)

@@ -1,7 +1,7 @@
 """Fingerprints of weights, to compare the weights of trainer and engine.
 
 Imports torch and the standard library only: servers of other packages run a copy of this module (see
-`engine.remote.vllm.worker`).
+`integrations.vllm_worker`).
 """
 
 from __future__ import annotations

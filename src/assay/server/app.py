@@ -21,8 +21,15 @@ from assay.server import metrics as names
 from assay.server.metrics import CLOSED
 from assay.server.protocol import ApiError, Generation, error_body
 from assay.server.responses import AnswerWriter, StreamWriter, error_event
-from assay.server.running import RunningSamples, until_disconnect
-from assay.server.service import JSON, HttpService, Service, error_response, json_response
+from assay.server.service import (
+    JSON,
+    HttpService,
+    RunningSamples,
+    Service,
+    error_response,
+    json_response,
+    until_disconnect,
+)
 from assay.server.trainer_api import trainer_routes
 from assay.system.http_server import is_same_origin
 from assay.types import Completion

@@ -23,12 +23,18 @@ from typing import Any
 from assay.engine.base import Engine, EngineInfo, Event, Failed, Finished, Request, TokenChunk, WeightSource
 from assay.engine.client import EngineClient, LocalClient
 from assay.server.app import make_app
-from assay.server.control import EngineControl
 from assay.server.metrics import SIZE, Metrics
-from assay.server.running import failure
-from assay.server.server import STOP_SIGNALS, Serving, build_service, make_http_server, nothing, run_server
-from assay.system.loop_pipe import LoopPipe
-from assay.system.pipe_messages import receive
+from assay.server.server import (
+    STOP_SIGNALS,
+    EngineControl,
+    Serving,
+    build_service,
+    make_http_server,
+    nothing,
+    run_server,
+)
+from assay.server.service import failure
+from assay.system.pipe_messages import LoopPipe, receive
 from assay.system.spawn import ChildProcess, ignore_stop_signals, take_pipes
 from assay.types import Completion, UserError, describe_error
 

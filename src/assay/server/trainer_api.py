@@ -14,11 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from assay.engine.base import Event, Failed, Finished, Request, TokenChunk
-from assay.engine.remote.assay.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
+from assay.engine.remote.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
 from assay.server import metrics as names
 from assay.server.protocol import ApiError, Fields
-from assay.server.running import RunningSamples, until_disconnect
-from assay.server.service import Service, json_response
+from assay.server.service import RunningSamples, Service, json_response, until_disconnect
 from assay.types import Completion, UserError
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]

@@ -12,10 +12,14 @@ import pickle
 import select
 import struct
 import time
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAX_JSON = 16 << 20  # bytes per message
 
+READ_AHEAD = 1 << 20  # bytes that a `LoopPipe` buffers
 _CHUNK = 1 << 16  # bytes per read: the capacity of a pipe
 LENGTH = struct.Struct("<Q")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -49,6 +53,51 @@ def encode_json(message: dict[str, Any]) -> bytes:
     if len(payload) > MAX_JSON:
         raise BadMessage(f"it is longer than {MAX_JSON >> 20} MiB")
     return payload
+
+
+class LoopPipe:
+    """Sends and receives lists of pickled messages between event loops, so both ends must be trusted.
+
+    Messages that are sent in one iteration of the loop, or by callbacks of futures that it finishes, travel together.
+    """
+
+    def __init__(self, incoming: IO[bytes], outgoing: IO[bytes]) -> None:
+        self._pipes = incoming, outgoing
+        self._unsent: list[Any] = []
+        self._incoming: asyncio.ReadTransport | None = None
+        self._outgoing: asyncio.WriteTransport | None = None
+
+    async def open(self) -> None:
+        import asyncio  # late: most processes that use this module need no event loop
+
+        self._loop, self._reader = asyncio.get_running_loop(), asyncio.StreamReader(READ_AHEAD)
+        incoming, outgoing = self._pipes
+        protocol = asyncio.StreamReaderProtocol(self._reader)
+        self._incoming, _ = await self._loop.connect_read_pipe(lambda: protocol, incoming)
+        self._outgoing, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, outgoing)
+
+    def close(self) -> None:
+        """Close both pipes. What is not written yet is lost."""
+        if self._incoming is not None:
+            self._incoming.close()
+        if self._outgoing is not None and not self._outgoing.is_closing():
+            self._outgoing.abort()
+
+    def send(self, message: Any) -> None:
+        """Never waits."""
+        if not self._unsent:
+            self._loop.call_soon(self._loop.call_soon, self._flush)
+        self._unsent.append(message)
+
+    async def receive(self) -> list[Any]:
+        """The next messages. Raises EOFError or OSError if the other end is closed."""
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return pickle.loads(await self._reader.readexactly(length))
+
+    def _flush(self) -> None:
+        payload, self._unsent = pickle.dumps(self._unsent, protocol=pickle.HIGHEST_PROTOCOL), []
+        if self._outgoing is not None and not self._outgoing.is_closing():
+            self._outgoing.write(LENGTH.pack(len(payload)) + payload)
 
 
 class JsonReader:

@@ -1,7 +1,7 @@
 """Start fresh Python interpreters as child processes, supervise them, and end them with everything they started.
 
 Children are not forked from this process, which may hold torch, and do not import the user's script again. Parent and
-child exchange messages over the child's stdin and stdout (see `messages`).
+child exchange messages over the child's stdin and stdout (see `pipe_messages`).
 
 A supervised child starts with `fork_under_supervisor`: the process that the parent started becomes the supervisor, and
 its fork does the work. When either the worker or the parent ends, the supervisor kills everything the worker started.

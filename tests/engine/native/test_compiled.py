@@ -10,7 +10,6 @@ import torch
 from engine_parts import (
     UNUSUAL_SPECS,
     assert_same_tokens,
-    logits_after,
     needed_library,
     random_prompts,
     small_decoder,
@@ -67,14 +66,6 @@ def test_samples_in_c_equal_samples_in_torch(vocabulary: int) -> None:
     assert (ours.log_scores - theirs.log_scores).abs().max() < 1e-5
     if vocabulary > 1:
         assert set(ours.ints[:200, Column.STATE].tolist()) == {RowState.RUNNING, RowState.LENGTH, RowState.STOP}
-
-
-def test_samples_in_c_follow_the_distribution() -> None:
-    logits = torch.tensor([0.5, -1.0, 2.0, -math.inf, 0.0]).repeat(20000, 1)
-    ours, _ = sampled_in_c_and_torch(logits)
-    here = (ours.floats[:20000, 0] == 1.0) & (torch.arange(20000) % 7 != 3)
-    frequencies = torch.bincount(ours.ints[:20000, Column.TOKEN][here], minlength=5) / here.sum()
-    assert (frequencies - logits[0].softmax(-1)).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -148,29 +139,6 @@ def test_an_engine_without_a_compiler_generates_the_same(
                     for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropy"):
                         x, y = (torch.tensor(getattr(c, name)) for c in (one, other))
                         assert torch.allclose(x, y, atol=1e-4), name
-
-
-def test_logits_of_a_step_in_c_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed_library()
-    model = small_decoder(SPECS["llama with biases"], seed=5)
-    requests = [Request(p, SamplingParams(n=3, max_new_tokens=9), seed=1) for p in random_prompts(2, 61, seed=6)]
-    engine = engine_of(model, CompiledRunner)
-    runner, seen = engine.runner, []
-    assert isinstance(runner, CompiledRunner) and runner.small is not None
-    draw = runner._draw
-
-    def compare(logits: Tensor) -> None:
-        assert runner.small is not None
-        seen.append((logits - runner._logits(len(logits), 48)).abs().max().item())  # its keys and values are the same
-        draw(logits)
-
-    monkeypatch.setattr(runner, "_draw", compare)
-    generate(engine, requests)
-    assert len(seen) == engine.stats.decode_steps and max(seen) < 1e-5 * logits_scale(model)
-
-
-def logits_scale(model: Decoder) -> float:
-    return logits_after(model, list(range(20))).abs().max().item()
 
 
 @pytest.mark.parametrize("name", UNUSUAL_SPECS)

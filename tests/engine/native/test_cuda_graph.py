@@ -18,47 +18,12 @@ from assay.engine.base import Request, SamplingParams
 from assay.engine.native import kv_cache
 from assay.engine.native.kv_cache import GIB
 from assay.engine.sequence import BLOCK_SIZE
-from assay.models import build_preset, fingerprint
 from assay.models.decoder import Decoder
 from assay.types import Completion
-from tests.engine.test_added_while_running import model as talker
-from tests.engine.test_added_while_running import talks
+from tests.engine.test_continuations import model as talker
+from tests.engine.test_continuations import talks
 
 pytestmark = pytest.mark.gpu
-
-
-def requests(temperature: float) -> list[Request]:
-    params = SamplingParams(n=3, temperature=temperature, max_new_tokens=24)
-    return [Request(list(range(5, 9 + 4 * i)), params, seed=i) for i in range(5)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_cuda_generates_the_same_tokens_and_logprobs_as_the_cpu(temperature: float) -> None:
-    model = build_preset("nano", vocab_size=101, max_length=128, seed=0)
-    written = []
-    for device in ("cpu", "cuda"):
-        engine = make_engine("native", model.to(device), device=torch.device(device), dtype=torch.float32, max_batch=8)
-        assert engine.fingerprint() == fingerprint(model.weights(), torch.float32)
-        written.append([c for group in generate(engine, requests(temperature)) for c in group])
-    same = sum(a.token_ids == b.token_ids for a, b in zip(*written, strict=True))
-    assert same >= 0.8 * len(written[0])  # a near-tie may fall differently: floating point is not the same on both
-    for a, b in zip(*written, strict=True):
-        if a.token_ids == b.token_ids:
-            assert torch.allclose(torch.tensor(a.engine_logprobs), torch.tensor(b.engine_logprobs), atol=1e-3)
-
-
-def test_bfloat16_serving_stays_close_to_float32() -> None:
-    model = build_preset("nano", vocab_size=101, max_length=128, seed=0).to("cuda")
-    engine = make_engine("native", model, device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=8)
-    completions = [c for group in generate(engine, requests(1.0)) for c in group]
-    for request, group in zip(requests(1.0), [completions[i : i + 3] for i in range(0, 15, 3)], strict=True):
-        for completion in group:
-            ids = torch.tensor([*request.prompt_ids, *completion.token_ids], device="cuda")
-            with torch.no_grad():
-                logits = copy.deepcopy(model).unembed(model.hidden(ids, [len(ids)])).log_softmax(-1)
-            start = len(request.prompt_ids)
-            expected = logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0].cpu()
-            assert (expected - torch.tensor(completion.engine_logprobs)).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("batch", [4, 64])
@@ -245,17 +210,3 @@ def test_sleep_releases_the_kv_cache_and_captured_graphs_stay_valid(monkeypatch:
     assert engine.runner.graphs == recorded  # type: ignore[attr-defined]
     del engine
     torch.cuda.empty_cache()
-
-
-def test_a_kept_sequence_can_be_continued_after_sleep() -> None:
-    model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=1)
-    found = []
-    for sleeps in (False, True):
-        engine = native(model, "cuda", max_batch=8, sleep_while_training=sleeps)
-        [[first]] = generate(engine, [Request([1, 2, 3], SamplingParams(max_new_tokens=20), seed=1, keep=True)])
-        engine.sleep()
-        [[more]] = generate(
-            engine, [Request([5, 6], SamplingParams(max_new_tokens=20), seed=2, continues=first.handle)]
-        )
-        found.append((first.token_ids, more.token_ids))
-    assert found[0] == found[1]

@@ -91,26 +91,6 @@ def long_requests(stream: bool = False) -> list[Request]:
 # -- identical weights
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "kv"), mode_and_kv(*MODES))
-def test_an_update_with_identical_weights_changes_no_token(mode: str, kv: str) -> None:
-    expected = generate(native(decoder(0), MODES[mode]), long_requests())
-    engine, recorder = native(decoder(0), MODES[mode], kv_on_update=kv), Recorder()
-    ids = add_all(engine, long_requests())
-
-    def between(iteration: int) -> None:
-        if iteration % EVERY[mode] == 0 and iteration < 8 * EVERY[mode]:
-            engine.update_weights(decoder(0), iteration + 1)
-
-    run_slowly(engine, recorder, between)
-    assert sum(len(completion.versions) > 2 for completion in recorder.completions.values()) >= 2
-    for request_id, group in zip(ids, expected, strict=True):
-        for ours, theirs in zip(recorder.group(request_id), group, strict=True):
-            assert_spans(ours)
-            assert_equal_completions([replace(ours, version=0, version_spans=())], [theirs], 1e-9)
-    assert_nothing_left(engine)
-
-
 @pytest.mark.parametrize("kv", KV)
 def test_an_update_with_identical_weights_changes_no_token_in_float32(kv: str) -> None:
     model, requests = decoder(0, torch.float32), long_requests()
@@ -435,15 +415,6 @@ def test_kept_sequences_whose_blocks_were_needed_are_computed_with_the_current_w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "kv"), mode_and_kv("plain", "windows", "all at once"))
-def test_streams_equal_completions_across_updates(mode: str, kv: str) -> None:
-    engine, requests = native(decoder(0), MODES[mode], kv_on_update=kv), long_requests(stream=True)
-    recorder, ids = with_updates(engine, requests, EVERY[mode])
-    for _, key, completion in groups_of(requests, recorder.completions, ids):
-        assert recorder.streamed(*key) == (completion.token_ids, completion.engine_logprobs)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_no_event_follows_an_abort_right_after_an_update(kv: str) -> None:
     """An update may read results whose events were not returned yet."""
@@ -460,22 +431,6 @@ def test_no_event_follows_an_abort_right_after_an_update(kv: str) -> None:
         engine.release([c.handle for c in recorder.completions.values() if c.handle is not None])
         assert_nothing_left(engine)
     assert queued or kv == "keep"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "kv"), [({"rename": 0}, "keep"), ({"fail_after": 0}, "recompute")], ids=str)
-def test_an_update_that_fails_at_once_changes_nothing(source: dict[str, int], kv: str) -> None:
-    engine, recorder = native(decoder(0), kv_on_update=kv), Recorder()
-    ids = add_all(engine, long_requests())
-    before = engine.fingerprint()
-    for _ in range(5):
-        recorder.record(engine.step(wait=False))
-    with pytest.raises((UserError, ConnectionError), match=r"no\.such\.weight|sender"):
-        engine.update_weights(Weights(decoder(1), **source), 1)
-    assert engine.info.version == 0 and engine.fingerprint() == before
-    run(engine, recorder)
-    for request, request_id in zip(long_requests(), ids, strict=True):
-        assert_as_fresh(0, request, recorder.group(request_id))
 
 
 @pytest.mark.parametrize(("source", "kv"), [({"rename": 9}, "recompute"), ({"fail_after": 9}, "keep")], ids=str)
@@ -497,51 +452,6 @@ def test_after_an_update_that_failed_midway_the_next_one_sets_all_weights(source
 
 
 # -- threads
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
-def test_updates_from_another_thread_while_the_owner_steps(kv: str) -> None:
-    engine, requests = native(decoder(0), MODES["windows"], kv_on_update=kv), long_requests()
-    entries, recorder = Entries(engine), Recorder()
-    stop, failures = threading.Event(), []
-
-    def trainer() -> None:
-        for version in range(1, 6):
-            update(engine, version)
-            with pytest.raises(UserError, match=r"no\.such\.weight"):
-                engine.update_weights(Weights(decoder(0), rename=0), 99)
-            if engine.info.version != version:
-                failures.append(version)
-            if stop.wait(0.005):
-                return
-
-    ids = add_all(engine, requests)
-    recorder.record(engine.step(wait=False))
-    thread = threading.Thread(target=trainer)
-    thread.start()
-    try:
-        while thread.is_alive():
-            recorder.record(engine.step(wait=False))
-            if not engine.scheduler.unfinished:  # the updates took longer than the requests
-                requests += long_requests()
-                ids += add_all(engine, long_requests())
-    finally:
-        stop.set()
-        thread.join()
-    run(engine, recorder)
-    assert not failures and engine.info.version == 5
-    several = 0
-    for request, key, completion in groups_of(requests, recorder.completions, ids):
-        assert_spans(completion)
-        several += len(completion.versions) > 1
-        if kv == "keep":
-            logits = kept_logits(request.prompt_ids, completion, entries.counts[key])
-        else:
-            logits = trainer_logits({v: decoder(v) for v in VERSIONS}, request.prompt_ids, completion)
-        assert_scores_of(logits, completion, request.params, TRANSFORMERS)
-    assert several
-    assert_nothing_left(engine)
 
 
 def test_a_blocked_weight_source_of_another_thread_does_not_lose_requests_or_calls() -> None:

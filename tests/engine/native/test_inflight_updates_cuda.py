@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -261,45 +260,6 @@ def test_requests_added_after_an_update_never_use_prefixes_of_earlier_weights(kv
     groups = [recorder.group(request_id) for request_id in ids]
     assert_same_samples(later, groups, generate(native(weights(1)), later), version=1)
     assert all(completion.versions == ((1, len(completion.token_ids)),) for group in groups for completion in group)
-
-
-@pytest.mark.parametrize("kv", KV)
-def test_updates_from_another_thread_while_the_owner_steps(kv: str) -> None:
-    engine, requests, recorder = native(weights(0), kv=kv), asked(tokens=100), Recorder()
-    entries, ids = Entries(engine), add_all(engine, requests)
-    for _ in range(2):
-        recorder.record(engine.step(wait=False))
-
-    def trainer() -> None:
-        for version in VERSIONS[1:]:
-            engine.update_weights(weights(version), version)
-
-    thread = threading.Thread(target=trainer)
-    thread.start()
-    while thread.is_alive():
-        recorder.record(engine.step(wait=False))
-    thread.join()
-    run(engine, recorder)
-    assert engine.info.version == VERSIONS[-1]
-    for request, key, completion in groups_of(requests, recorder.completions, ids):
-        if kv == "keep":
-            logits = kept_logits(request.prompt_ids, completion, entries.counts[key], SPEC)
-        else:
-            logits = trainer_logits(models(), request.prompt_ids, completion)
-        assert_scores(logits, completion, request)
-    assert any(len(completion.versions) > 1 for completion in recorder.completions.values())
-
-
-@pytest.mark.parametrize("kv", KV)
-def test_recorded_graphs_stay_valid_after_updates(kv: str) -> None:
-    engine = native(weights(0), kv=kv)
-    generate(engine, asked())
-    recorded = dict(engine.runner.graphs)  # type: ignore[attr-defined]
-    assert recorded
-    with_updates(engine, asked(), last=3)
-    engine.update_weights(weights(4), 4)
-    assert_same_samples(asked(), generate(engine, asked()), generate(native(weights(4)), asked()), version=4)
-    assert all(engine.runner.graphs[key] is graph for key, graph in recorded.items())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kv", KV)

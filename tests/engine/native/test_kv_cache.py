@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
 import torch
 from engine_parts import small_spec
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from assay.engine.native import kv_cache
 from assay.engine.native.kv_cache import DEFAULT_FREE, GIB, MEMORY_FRACTION, Blocks, cache_blocks, new_cache
@@ -93,105 +90,29 @@ def test_a_block_is_not_found_behind_a_recomputed_parent_of_other_tokens() -> No
     assert blocks.find_prefix(D + B) == again, "what came after A does not come after D"
 
 
-@settings(max_examples=100)
-@given(st.integers(1, 24), st.integers(1, 4), st.integers(0, 2**32), st.integers(1, 80))
-def test_random_use_matches_a_reference_prefix_cache(total: int, size: int, seed: int, operations: int) -> None:
-    Use(total, size, random.Random(seed)).go_on(operations)
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
+    """test_scheduler.py checks reference counts and contents of blocks with random requests."""
+    blocks = Blocks(5, 4)
+    old, new = computed(blocks, A + B), computed(blocks, C + D)
+    assert blocks.release(old) == old[::-1] and blocks.release(new) == new[::-1]
+    blocks.release(blocks.find_prefix(A + B))  # used again: now the other one is the oldest
+    free, *evicted = blocks.allocate(4)
+    assert free not in (*old, *new) and evicted == [new[1], new[0], old[1]]
+    assert blocks.find_prefix(A + B) == old[:1] and blocks.find_prefix(C) == []
 
 
-class Use:
-    """Sequences that come and go, with what each block holds and since when it is unused written down beside it."""
-
-    def __init__(self, total: int, size: int, draw: random.Random) -> None:
-        self.blocks, self.draw = Blocks(total, size), draw
-        self.holds: dict[int, tuple[int, ...]] = {}  # all tokens up to a block's end
-        self.known: dict[tuple[int, ...], int] = {}  # complete as long as nothing has gone
-        self.gone = False
-        self.unused: list[int] = []  # remembered, the longest unused first
-        self.sequences: list[tuple[list[int], list[int]]] = []
-
-    def go_on(self, operations: int) -> None:
-        for _ in range(operations):
-            self.draw.choice([self.begin, self.begin, self.begin, self.end, self.end, self.share, self.forget])()
-            self.check()
-        while self.sequences:
-            self.end()
-        assert self.blocks.available == self.blocks.total
-
-    def begin(self) -> None:
-        blocks, size = self.blocks, self.blocks.size
-        tokens = self.draw.choices((0, 1), k=self.draw.randint(1, 5 * size))
-        found = self.find(tokens)
-        missing = blocks.needed(len(tokens)) - len(found)
-        if missing > blocks.available:
-            self.release(found)
-            return
-        mine = found + self.take(missing)
-        until = self.draw.randint(len(found) * size, len(tokens))
-        blocks.register_prefix(tokens, mine, until)
-        for index in range(until // size):
-            start = tuple(tokens[: (index + 1) * size])
-            self.holds[mine[index]] = start
-            self.known.setdefault(start, mine[index])
-        self.sequences.append((tokens, mine))
-
-    def find(self, tokens: list[int]) -> list[int]:
-        found = self.blocks.find_prefix(tokens)
-        size = self.blocks.size
-        starts = [tuple(tokens[:stop]) for stop in range(size, len(tokens) + 1, size)]
-        assert [self.holds[block] for block in found] == starts[: len(found)]
-        if not self.gone:
-            expected = next((i for i, start in enumerate(starts) if start not in self.known), len(starts))
-            assert found == [self.known[start] for start in starts[:expected]]
-        self.unused = [block for block in self.unused if block not in found]
-        return found
-
-    def take(self, count: int) -> list[int]:
-        evicted = max(0, count - len(self.blocks.free))
-        taken = self.blocks.allocate(count)
-        assert taken[count - evicted :] == self.unused[:evicted]
-        for block in taken:
-            self.holds.pop(block, None)
-        self.gone = self.gone or evicted > 0
-        self.unused = self.unused[evicted:]
-        return taken
-
-    def release(self, mine: list[int], *, forget: bool = False) -> None:
-        users = list(self.blocks.ref_counts)
-        unused = self.blocks.release(mine, unregister=forget)
-        assert sorted(unused) == sorted(block for block in mine if users[block] == 1)
-        assert unused == [block for block in reversed(mine) if block in unused]
-        self.unused += [block for block in unused if block in self.blocks.keys]
-        self.gone = self.gone or forget
-
-    def share(self) -> None:
-        if self.sequences:
-            tokens, mine = self.draw.choice(self.sequences)
-            self.blocks.share(mine)
-            self.sequences.append((tokens, mine))
-
-    def end(self) -> None:
-        if self.sequences:
-            _, mine = self.sequences.pop(self.draw.randrange(len(self.sequences)))
-            self.release(mine, forget=self.draw.random() < 0.05)
-
-    def forget(self) -> None:
-        if self.draw.random() < 0.1:
-            self.blocks.clear_prefix_index()
-            self.unused, self.gone = [], True
-            assert self.blocks.find_prefix([0] * 9) == self.blocks.find_prefix([1] * 9) == []
-
-    def check(self) -> None:
-        blocks = self.blocks
-        held = [block for _, mine in self.sequences for block in mine]
-        assert blocks.ref_counts == [held.count(block) for block in range(blocks.total)]
-        assert sorted([*blocks.free, *blocks.evictable, *set(held)]) == list(range(blocks.total))
-        assert list(blocks.evictable) == self.unused
-        assert blocks.in_use == len(set(held))
-        assert {block: key for key, block in blocks.prefix_index.items()} == blocks.keys
-        assert blocks.keys.keys() == blocks.entries.keys()
-        assert len(set(blocks.entries.values())) == len(blocks.entries)
-        assert not set(blocks.free) & blocks.keys.keys()
+def test_invalid_and_cleared_blocks_are_not_found_and_can_be_allocated() -> None:
+    blocks = Blocks(3, 4)
+    shared = computed(blocks, A + B)
+    blocks.share(shared)
+    assert blocks.release(shared, unregister=True) == []  # another sequence still uses them
+    assert blocks.find_prefix(A + B) == [] and blocks.in_use == 2
+    assert sorted(blocks.release(shared)) == sorted(shared)
+    used, unused = computed(blocks, A), computed(blocks, C)
+    blocks.release(unused)
+    blocks.clear_prefix_index()
+    assert blocks.find_prefix(A) == blocks.find_prefix(C) == [] and blocks.in_use == 1
+    assert len({*used, *blocks.allocate(2)}) == 3
 
 
 CPU = torch.device("cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,13 +16,12 @@ from assay.engine.native.attention import ChunkAttention
 from assay.engine.native.compiled import CompiledOperations
 from assay.engine.native.engine import make_operations
 from assay.engine.native.kv_cache import new_cache
-from assay.engine.native.network import FusedDecoder, Operations, TorchOperations
+from assay.engine.native.network import FusedDecoder
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models.base import fingerprint
-from assay.models.decoder import Decoder, rope_frequencies
+from assay.models.decoder import Decoder
 from assay.models.device import uses_triton
-from assay.models.spec import ModelSpec
 from assay.types import UserError
 
 CPU = torch.device("cpu")
@@ -104,122 +102,18 @@ def test_weights_of_another_model_are_named_in_the_error() -> None:
         generate(empty, requests_for([[1]], SamplingParams()))
 
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 2e-6, torch.bfloat16: 0.05}  # angles are float32 in all of them
-KINDS = [*(("torch", dtype) for dtype in TOLERANCE), ("compiled", torch.float32)]
 SPEC = small_spec(heads=4, kv_heads=2, head_dim=8, max_length=96)
 
 
-def made(spec: ModelSpec, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Operations:
-    if kind == "compiled":
-        needed_library()
-    else:
-        monkeypatch.setenv("CC", "/no/compiler")
-    ops = make_operations(spec, spec.max_length, CPU, dtype)
-    assert isinstance(ops, CompiledOperations if kind == "compiled" else TorchOperations)  # Triton is for CUDA
-    return ops
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.double()
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-
-
-def rotated(x: Tensor, position: int, spec: ModelSpec) -> Tensor:
-    """Pairs half of the rotated numbers apart, or neighbors, turned by the position's angles: [heads, d]."""
-    out = x.double().clone()
-    for pair, frequency in enumerate(rope_frequencies(spec).double().tolist()):
-        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
-        i, j = (2 * pair, 2 * pair + 1) if spec.family == "glm4" else (pair, pair + spec.rotated // 2)
-        a, b = x[:, i].double(), x[:, j].double()
-        out[:, i], out[:, j] = a * cos - b * sin, b * cos + a * sin
-    return out
-
-
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_norm_and_activation(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = made(SPEC, kind, dtype, monkeypatch)
-    x, weight = normal(5, 32, dtype=dtype), normal(32, seed=1, dtype=dtype)
-    assert (ops.norm(x, weight).double() - rms_norm(x, weight, SPEC.norm_eps)).abs().max() < TOLERANCE[dtype]
-    gate, up = normal(5, 9, dtype=dtype), normal(5, 9, seed=1, dtype=dtype)
-    together = torch.cat((gate, up), dim=-1)
-    expected = gate.double() / (1 + (-gate.double()).exp()) * up.double()
-    assert (ops.activate(together).double() - expected).abs().max() < TOLERANCE[dtype]
-    assert torch.equal(together, torch.cat((gate, up), dim=-1))  # its input is left alone
-
-    gemma = made(SPECS["gemma3"], kind, dtype, monkeypatch)
-    normed = rms_norm(x, 1 + weight.double(), SPEC.norm_eps)
-    assert (gemma.norm(x, weight).double() - normed).abs().max() < TOLERANCE[dtype]
-    gelu = torch.nn.functional.gelu(gate.double(), approximate="tanh") * up.double()
-    assert (gemma.activate(together).double() - gelu).abs().max() < TOLERANCE[dtype]
-
-
-LINEAR = (("factor", 2.0), ("rope_type", "linear"))
-ROTATIONS = {
-    "qwen2": small_spec("qwen2", head_dim=8),
-    "qwen2 scaled": small_spec("qwen2", head_dim=8, rope_scaling=LINEAR),
-    "qwen3": small_spec("qwen3", head_dim=8),
-    "gemma3": SPECS["gemma3"],
-    "phi3": SPECS["phi3"],
-    "glm4": SPECS["glm4"],
-    "glm4 whole": small_spec("glm4", head_dim=8),
-}
-
-
-@pytest.mark.parametrize("name", ROTATIONS)
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_rotating_and_storing(kind: str, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ROTATIONS[name]
-    normed, offset = spec.qk_norm, 1.0 if name == "gemma3" else 0.0
-    ops = made(spec, kind, dtype, monkeypatch)
-    positions = torch.tensor([0, 5, 95, 17, 31])
-    slots = torch.tensor([3, 2 * BLOCK_SIZE + 5, -1, BLOCK_SIZE, -1])
-    qkv = normal(5, (4 + 2 * 2) * 8, dtype=dtype)
-    q_norm, k_norm = (normal(8, seed=seed, dtype=dtype) if normed else None for seed in (1, 2))
-    cache = torch.full((2, 2, 4, BLOCK_SIZE, 8), 7.0, dtype=dtype)
-    out = ops.rotate_and_store(qkv.clone(), ops.token_positions(positions, slots), q_norm, k_norm, cache)
-    q, k, v = qkv.view(5, 8, 8).split([4, 2, 2], dim=1)
-    for token, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
-        query, key = q[token].double(), k[token].double()
-        if q_norm is not None and k_norm is not None:
-            query = rms_norm(query, offset + q_norm.double(), spec.norm_eps)
-            key = rms_norm(key, offset + k_norm.double(), spec.norm_eps)
-        assert (out[token].double() - rotated(query, position, spec)).abs().max() < TOLERANCE[dtype]
-        if slot >= 0:
-            stored = cache.flatten(2, 3)[:, :, slot].double()
-            assert (stored[0] - rotated(key, position, spec)).abs().max() < TOLERANCE[dtype]
-            assert torch.equal(stored[1], v[token].double())
-    untouched = sorted(set(range(4 * BLOCK_SIZE - 1)) - set(slots.tolist()))  # all but the very last, which is nobody's
-    assert (cache.flatten(2, 3)[:, :, untouched] == 7.0).all()
-
-
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_each_layer_has_its_own_rotary_table(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma's layers with a window have another base; layers of SmolLM3 may have no rotation."""
-    for name, bases in (("gemma3", {0: 50.0, 1: 500.0, 2: 50.0}), ("smollm3", {0: 10_000.0, 1: None})):
-        spec = SPECS[name]
-        ops = made(spec, kind, dtype, monkeypatch)
-        places = ops.token_positions(torch.tensor([31]), torch.tensor([-1]))
-        for layer, base in bases.items():
-            qkv, cache = normal(1, 8 * 8, dtype=dtype), torch.zeros((2, 2, 1, BLOCK_SIZE, 8), dtype=dtype)
-            out = ops.rotate_and_store(qkv.clone(), places, None, None, cache, spec.rope_table(layer))
-            query = qkv.view(8, 8)[:4]
-            expected = query.double() if base is None else rotated(query, 31, replace(spec, rope_theta=base))
-            assert (out[0].double() - expected).abs().max() < TOLERANCE[dtype]
-
-
-def test_activation_of_extreme_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = made(SPEC, "compiled", torch.float32, monkeypatch)
+def test_activation_of_extreme_numbers_in_c() -> None:
+    needed_library()
     gate = torch.tensor([[-1e30, -200.0, -88.5, -30.0, -1e-30, 0.0, 1e-30, 30.0, 200.0, 1e30, math.nan]])
-    out = ops.activate(torch.cat((gate, torch.ones_like(gate)), dim=-1))
-    assert torch.allclose(out, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30, equal_nan=True)
-    gemma = made(SPECS["gemma3"], "compiled", torch.float32, monkeypatch)
-    out = gemma.activate(torch.cat((gate, torch.ones_like(gate)), dim=-1))
-    expected = torch.nn.functional.gelu(gate.double(), approximate="tanh").float()
-    assert torch.allclose(out, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
+    gelu = torch.nn.functional.gelu(gate.double(), approximate="tanh").float()
+    for spec, expected in ((SPEC, torch.nn.functional.silu(gate)), (SPECS["gemma3"], gelu)):
+        ops = make_operations(spec, spec.max_length, CPU, torch.float32)
+        assert isinstance(ops, CompiledOperations)
+        out = ops.activate(torch.cat((gate, torch.ones_like(gate)), dim=-1))
+        assert torch.allclose(out, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 def test_triton_is_for_cuda_alone() -> None:

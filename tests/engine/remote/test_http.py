@@ -21,7 +21,6 @@ from assay.engine.remote.http import (
     ServerSilent,
     ServerUnreachable,
     check_url,
-    message_of,
 )
 from assay.types import UserError
 
@@ -169,16 +168,6 @@ def test_credentials_in_a_url_are_sent_and_never_shown() -> None:
         check_url("http://user:pa55word@host:port?api_key=s3cret")
     for error in (refused, lost, invalid):
         assert "pa55word" not in str(error.value) and "s3cret" not in str(error.value)
-
-
-def test_messages_of_answers_without_an_error() -> None:
-    class Plain:
-        text, reason_phrase = "", "Bad Gateway"
-
-        def json(self) -> Any:
-            raise ValueError
-
-    assert message_of(Plain()) == "Bad Gateway"
 
 
 @pytest.mark.parametrize(

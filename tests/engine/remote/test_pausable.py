@@ -6,15 +6,18 @@ tests/real_sglang.
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_parts import logits_after, small_decoder, small_spec
-from pausable_parts import FAKES, POLICY, PROMPT, connected, decode, logprobs_of
+from pausable_parts import FAKES, POLICY, PROMPT, connected, decode, launched_servers, logprobs_of
 from stepped import Stepped
 
 from assay.engine.base import Finished, Request, SamplingParams
@@ -127,7 +130,9 @@ def test_a_failed_update_resumes_the_servers(backend: str) -> None:
         with pytest.raises(UserError, match="size mismatch"):
             engine.update_weights(small_decoder(small_spec(intermediate=64)), 1)
         assert not fake.paused and engine.info.version == 0
-        waiting = threading.Thread(target=lambda: generate(engine, [Request(PROMPT, SamplingParams(), 0)]))
+        waiting = threading.Thread(
+            target=lambda: generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=4), 0)])
+        )
         waiting.start()
         waiting.join(30)
         assert not waiting.is_alive()
@@ -141,3 +146,29 @@ def test_the_first_stop_string_ends_the_tokens(stops: tuple[str, ...], expected:
 def test_seeds_of_samples_differ_and_fit_into_64_bits() -> None:
     seeds = {sample_seed(seed, sample, place) for seed in range(3) for sample in range(3) for place in range(3)}
     assert len(seeds) == 27 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+@both
+def test_servers_without_an_interpreter_or_package_are_reported(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs of servers that did not start are kept
+    for settings, message in (
+        ({"python": "/no/python"}, f"{backend}.python = '/no/python' is not a program"),
+        ({}, f"is not installed in this environment: set {backend}.python"),
+    ):
+        with pytest.raises(UserError, match=message):
+            launched_servers(backend, **settings).start(POLICY, lambda folder: None)
+
+
+@both
+def test_servers_get_their_devices_and_no_variables_of_torchrun(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
+    for name in variables:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    environment = launched_servers(backend)._environment(0)
+    assert not set(variables) & set(environment) and environment["PATH"] == os.environ["PATH"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+    assert launched_servers(backend, {"device": "cuda:2"})._environment(0)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert launched_servers(backend, devices=["1", "2,3"])._environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"

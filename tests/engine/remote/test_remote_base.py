@@ -1,4 +1,4 @@
-"""Engines behind HTTP servers: requests, events, aborts, failures, retries and weight updates."""
+"""Engines behind HTTP servers: requests, events, aborts, failures, retries, weight updates and ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from echo_parts import (
     PARAMS,
     POLICY,
@@ -27,11 +29,14 @@ from echo_parts import (
     until,
 )
 from http_parts import Answer, small_server
+from processes import start
 
 from assay.config import RemoteEngineConfig
-from assay.engine.base import Capabilities, Request, RequestError
+from assay.engine.base import Request, RequestError
 from assay.engine.client import EngineClient, SentRequest, connect, generate, run_sync
+from assay.engine.remote.base import Ranks
 from assay.engine.sequence import Job
+from assay.mesh import Mesh, init_mesh
 from assay.types import Completion, UserError
 
 
@@ -137,24 +142,6 @@ def test_a_refused_request_or_garbage_becomes_one_line_and_other_requests_are_se
         assert [len(tokens([group])[0]) for group in (first, last)] == [3, 3]
 
 
-def test_a_lost_connection_is_retried_on_another_server_with_the_same_seed() -> None:
-    with engine_on(echo, echo) as (engine, servers):
-        servers[0].drop = True
-        wanted = requests(6)
-        assert tokens(generate(engine, wanted)) == [
-            [expected(one.prompt_ids, one.seed, n) for n in range(3)] for one in wanted
-        ]
-        assert servers[0].paths().count("/generate") > 0
-        until(lambda: all(server.running == 0 for server in engine.servers))
-
-
-def test_a_dead_server_fails_the_request_with_advice() -> None:
-    with engine_on() as (engine, servers):
-        servers[0].drop = True
-        with pytest.raises(UserError, match=r"echo server http://127\S+ is not reachable \(.*\): start a server there"):
-            generate(engine, requests(1))
-
-
 def test_a_busy_server_is_asked_again() -> None:
     refused = [3]
 
@@ -168,24 +155,11 @@ def test_a_busy_server_is_asked_again() -> None:
         assert len(generate(engine, requests(1))[0]) == 3 and refused == [0]
 
 
-def test_a_server_that_stays_silent_fails_after_the_timeout() -> None:
-    def silent(path: str, body: Any) -> Answer:
-        if path == "/generate":
-            time.sleep(2)
-        return echo(path, body)
-
-    with (
-        engine_on(silent, timeout_s=0.2) as (engine, _),
-        pytest.raises(UserError, match=r"did not answer within 0.2 s: .* raise vllm.timeout_s"),
-    ):
-        generate(engine, requests(1, n=1))
-
-
 def test_a_server_that_is_not_reachable_is_reported_when_the_engine_is_built() -> None:
     with small_server(echo) as server:
         url = server.url
     with pytest.raises(UserError, match=f"the echo server {url} is not reachable"):
-        EchoEngine(POLICY, RemoteEngineConfig(urls=[url]), options(), Capabilities())
+        EchoEngine(POLICY, RemoteEngineConfig(urls=[url]), **options())
 
 
 def test_cancelled_futures_close_the_connection() -> None:
@@ -228,14 +202,6 @@ def test_ctrl_c_ends_the_work_and_closes_the_connections() -> None:
         until(lambda: engine.servers[0].running == 0)
         release.set()
         until(lambda: released == [True])
-
-
-def test_requests_work_inside_a_running_event_loop() -> None:
-    async def notebook(engine: EchoEngine) -> list[list[Completion]]:
-        return generate(engine, requests(4))
-
-    with engine_on() as (engine, _):
-        assert asyncio.run(notebook(engine)) == generate(engine, requests(4))
 
 
 def test_requests_of_one_iteration_of_the_event_loop_are_passed_to_the_engine_together() -> None:
@@ -353,3 +319,42 @@ def test_errors_of_a_caller_are_raised() -> None:
         with pytest.raises(ZeroDivisionError, match="of the progress bar"):
             generate(engine, requests(1), report)
         assert engine.load.running == 0
+
+
+def refuse() -> None:
+    raise UserError("no server")
+
+
+def test_a_single_process_does_everything() -> None:
+    ranks = Ranks(None)
+    assert ranks.leads and ranks.is_main and ranks.on_main(lambda: 1) == ranks.from_leader(lambda: 1) == 1
+    with pytest.raises(UserError, match="no server"):
+        ranks.on_leaders(refuse)
+
+
+def share(mesh: Mesh, folder: Path) -> None:
+    mesh = init_mesh(2)
+    ranks = Ranks(mesh.tp_group)
+    rank = dist.get_rank()
+    assert (ranks.leads, ranks.is_main) == (rank % 2 == 0, rank == 0)
+    assert ranks.from_leader(lambda: f"from {rank}") == f"from {rank // 2 * 2}"
+    waited: list[int] = []
+    assert ranks.on_main(lambda: f"from {rank}", meanwhile=lambda: waited.append(rank)) == "from 0"
+    assert waited == [rank] * (rank > 0)
+    for call in (ranks.on_main, ranks.from_leader, ranks.on_leaders):
+        with pytest.raises(UserError, match="no server"):
+            call(refuse)
+    with pytest.raises(UserError, match="rank 2 alone"):  # of one leader, on all ranks
+        ranks.on_leaders(lambda: refuse_alone(rank))
+    ranks.barrier()
+    (folder / str(rank)).touch()
+
+
+def refuse_alone(rank: int) -> None:
+    if rank == 2:
+        raise UserError("rank 2 alone")
+
+
+def test_results_and_errors_reach_all_ranks(tmp_path: Path) -> None:
+    start(4, share, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"}

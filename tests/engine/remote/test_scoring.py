@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
+from http_parts import Answer, small_server
 from serve_parts import serving, tiny_model
 
 from assay.config import ReferenceServerConfig
@@ -52,26 +50,12 @@ def test_scores_of_assay_serve_are_those_of_the_model(monkeypatch: pytest.Monkey
 def vllm_standin(answer: Callable[[list[int]], Any]) -> Iterator[ScoringClient]:
     """`answer`: the entry `prompt_logprobs` for a prompt."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.path == "/v1/completions" and body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
-            text = json.dumps({"choices": [{"prompt_logprobs": answer(body["prompt"])}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    def complete(path: str, body: Any) -> Answer:
+        assert path == "/v1/completions" and body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
+        return 200, {"choices": [{"prompt_logprobs": answer(body["prompt"])}]}
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            with client(f"http://127.0.0.1:{server.server_port}", server="vllm") as one:
-                yield one
-        finally:
-            server.shutdown()
+    with small_server(complete) as server, client(server.url, server="vllm") as one:
+        yield one
 
 
 def as_vllm(ids: list[int]) -> list[Any]:

@@ -165,7 +165,7 @@ class NativeEngine(LocalEngine):
 
     def _reset_prefix_cache(self) -> None:
         self.scheduler.evict_kept()
-        self.scheduler.reset_prefix_cache()
+        self.blocks.clear_prefix_index()
 
     def _close(self) -> None:
         self.drop_requests()
@@ -198,7 +198,7 @@ class NativeEngine(LocalEngine):
         job = self._new_job(request_id, request)
         if job is None:
             return
-        kept = None if request.continues is None else self.scheduler.pop_kept(request.continues)
+        kept = None if request.continues is None else self.scheduler.kept.pop(request.continues, None)
         self.busy = True
         self.scheduler.add(job.tokens, job.samples, kept)
 
@@ -261,7 +261,7 @@ class NativeEngine(LocalEngine):
             self.rows_changed = False
         self.runner.decode(len(running), steps, width * BLOCK_SIZE)
         self.in_flight.append(self.rows.read(list(running), scheduler.step, steps))
-        scheduler.advance(steps)
+        scheduler.step += steps
         self.stats.decode_steps += steps
         self.stats.windows += 1
         if self.stats.windows % MEASURE_EVERY == 0:

@@ -61,7 +61,6 @@ class Scheduler:
         self.expects_arrivals = False  # whether further requests may arrive while these run
         self.waited = self.missed = 0  # steps since a waiting sample could have started; summed over such rows
         self.step = 0
-        self.preemptions = 0
         self.next_handle = 1
 
     @property
@@ -93,7 +92,6 @@ class Scheduler:
 
         The caller stores its tokens, releases it and calls `requeue`.
         """
-        self.preemptions += 1
         return max(self.running, key=lambda sample: (sample.job.id, sample.index))
 
     def requeue(self, sample: Sample) -> None:
@@ -213,10 +211,9 @@ class Scheduler:
         few, more = (
             min(self.pending, max(1, self.max_batch // fraction)) for fraction in (CACHED_FRACTION, PROMPT_FRACTION)
         )
-        return free_rows >= more or (free_rows >= few and self._is_computed(self.waiting[0]))
-
-    def _is_computed(self, prefix: Prefix) -> bool:
-        return prefix.ready or self.blocks.has_prefix(prefix.tokens)
+        if free_rows >= more or free_rows < few:
+            return free_rows >= more
+        return self.waiting[0].ready or self.blocks.has_prefix(self.waiting[0].tokens)
 
     def _samples_short(self, steps: int) -> list[Sample]:
         """Running samples that need more blocks for the next steps."""
@@ -248,9 +245,6 @@ class Scheduler:
 
     # -- after decoding steps
 
-    def advance(self, steps: int) -> None:
-        self.step += steps
-
     def release(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
         """Remove running samples; returns the row moves (from, to) that close the gaps."""
         for sample in samples:
@@ -279,20 +273,10 @@ class Scheduler:
         self.kept[handle] = Kept(tokens, blocks[:needed], mixed)
         return handle
 
-    def pop_kept(self, handle: int) -> Kept | None:
-        """Remove and return a kept sequence."""
-        return self.kept.pop(handle, None)
-
     def release_kept(self, handle: int) -> None:
         """Free a kept sequence; an unknown handle is ignored."""
         if (kept := self.kept.pop(handle, None)) is not None:
             self.blocks.release(kept.blocks)
-
-    # -- cached prefixes
-
-    def reset_prefix_cache(self) -> None:
-        """Remove all cached prefixes. Running and kept sequences keep their blocks."""
-        self.blocks.clear_prefix_index()
 
     def evict_kept(self) -> None:
         """Release the blocks of kept sequences, which are computed again when they are continued."""

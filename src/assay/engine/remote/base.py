@@ -20,7 +20,7 @@ import importlib.util
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,11 +28,13 @@ from operator import index
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from assay.config import RemoteEngineConfig
 from assay.engine.base import Capabilities, EngineInfo, EngineOptions, RequestError, WeightSource
 from assay.engine.client import SentRequest, ServerEngine
+from assay.engine.native.tensor_parallel import NO_TIMEOUT, new_cpu_group
 from assay.engine.remote.http import (
     Server,
     ServerBusy,
@@ -43,10 +45,10 @@ from assay.engine.remote.http import (
     allowed_connections,
 )
 from assay.engine.remote.launch import LaunchedServers, SaveTokenizer
-from assay.engine.remote.ranks import Ranks
 from assay.engine.remote.supervise import JOIN_S, SupervisedServers
-from assay.engine.remote.transport import FolderTransport, NcclTransport, Transport
+from assay.engine.remote.transport import FolderTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
+from assay.mesh import waiting
 from assay.models.base import PolicyModel
 from assay.system.openai_client import key_of
 from assay.types import Completion, UserError
@@ -54,6 +56,72 @@ from assay.types import Completion, UserError
 T = TypeVar("T")
 ATTEMPTS = 4  # of a request whose connection is lost
 MAX_WAIT_S = 5.0  # between two attempts of a request that a busy server refused
+
+
+class Ranks:
+    """The ranks that use the same servers: all of them, and the tensor-parallel `group` of this one."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.world = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if several else None
+        self.group = new_cpu_group(group) if several and group is not None and group.size() > 1 else None
+        self.leads = self.group is None or self.group.rank() == 0
+        self.is_main = not several or dist.get_rank() == 0
+
+    def from_leader(self, work: Callable[[], T]) -> T:
+        """Call `work` on the first rank of the tensor-parallel group; all its ranks get the result or `UserError`."""
+        return self._shared(work, self.leads, self.group)
+
+    def on_main(self, work: Callable[[], T], meanwhile: Callable[[], None] = lambda: None) -> T:
+        """Call `work` on the main rank and `meanwhile` on all others; all get the result or `UserError`."""
+        if not self.is_main:
+            meanwhile()
+        return self._shared(work, self.is_main, self.world)
+
+    def union_of_leaders(self, values: Iterable[str]) -> set[str]:
+        """The values of the first ranks of all groups, on all ranks."""
+        own = set(values) if self.leads else set()
+        if self.world is None:
+            return own
+        sets: list[Any] = [None] * self.world.size()
+        with waiting():
+            dist.all_gather_object(sets, own, group=self.world)
+        return set().union(*sets)
+
+    def barrier(self) -> None:
+        if self.world is not None:
+            self.on_leaders(lambda: None)
+
+    def on_leaders(self, work: Callable[[], None]) -> None:
+        """Call `work` on the first rank of every group. A `UserError` is raised on all ranks."""
+        error: UserError | None = None
+        if self.leads:
+            try:
+                work()
+            except UserError as raised:
+                error = raised
+        errors: list[Any] = [error]
+        if self.world is not None:
+            errors = [None] * self.world.size()
+            with waiting():
+                dist.all_gather_object(errors, error, group=self.world)
+        if first := next((one for one in errors if one is not None), None):
+            raise first
+
+    def _shared(self, work: Callable[[], T], here: bool, group: dist.ProcessGroup | None) -> T:
+        if group is None:
+            return work()
+        outcome: list[Any] = [None, None]
+        if here:
+            try:
+                outcome[0] = work()
+            except UserError as error:
+                outcome[1] = error
+        with waiting():
+            dist.broadcast_object_list(outcome, group=group, group_src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
 
 
 @dataclass(eq=False)
@@ -80,38 +148,39 @@ class SampleBatch:
 class RemoteEngine(SupervisedServers, ServerEngine):
     """See the description of this module."""
 
+    settings_type: ClassVar[type[RemoteEngineConfig]]
+    capabilities: ClassVar[Capabilities]  # that servers have at most
     launcher: ClassVar[Callable[..., LaunchedServers]]  # starts servers
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # that servers can have; empty: all
     pauses: ClassVar[bool] = False  # no requests are sent during an update of weights, for which servers are paused
     splits_samples: ClassVar[bool] = True  # one HTTP request per sample; False: one for all samples of a request
 
     def __init__(
-        self,
-        model: PolicyModel,
-        settings: RemoteEngineConfig,
-        options: EngineOptions,
-        capabilities: Capabilities,
-        save_tokenizer: SaveTokenizer | None = None,
+        self, model: PolicyModel, settings: Any = None, save_tokenizer: SaveTokenizer | None = None, **given: Any
     ) -> None:
-        """`save_tokenizer`: needed to start servers. The weights have version -1 until the first `update_weights`."""
+        """`settings`: of type `settings_type`. `save_tokenizer`: needed to start servers. `given`: `EngineOptions`.
+
+        The weights have version -1 until the first `update_weights`.
+        """
+        options, settings = EngineOptions(**given), settings or self.settings_type()
         if self.dtypes and options.dtype not in self.dtypes:
             raise UserError(
                 f"{self.kind} has no float64: set engine.dtype to float32 or bfloat16, or use another engine"
             )
         if importlib.util.find_spec("httpx") is None:
             raise self.missing_httpx()
-        self.options, self.ranks = options, Ranks(options.group)
+        self.options, self.settings, self.ranks = options, settings, Ranks(options.group)
         self.leads, self.asleep, self.sent = self.ranks.leads, False, set()
         self.size = model.parameter_count * options.dtype.itemsize
-        self.transport: Transport | None = None
         max_length = min(model.max_length, options.max_length or model.max_length)
-        self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, capabilities, model.vocab_size)
+        self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, self.capabilities, model.vocab_size)
         urls, key, launched = settings.urls, key_of(settings.api_key_env, self.section), None
         if not urls:
             launched = self.launcher(settings, options) if self.ranks.is_main else None
             urls, key = self.ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
-        limits = (settings.health_timeout_s, options.notify, settings.recover_s)
-        super().__init__(urls, settings.timeout_s, key, launched, *limits)
+        self.health_timeout_s, self.recover_s = settings.health_timeout_s, settings.recover_s
+        self.notify = options.notify or (lambda line: None)
+        super().__init__(urls, settings.timeout_s, key, launched)
         self.slots = asyncio.Semaphore(min(options.max_batch * len(urls), allowed_connections()))
         self.waking, self.gate = asyncio.Lock(), asyncio.Event()
         self.gate.set()  # cleared while servers are paused
@@ -127,14 +196,6 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
     def from_leader(self, work: Callable[[], T]) -> T:
         return self.ranks.from_leader(work)
-
-    @property
-    def has_weights(self) -> bool:
-        return self.info.version >= 0
-
-    @property
-    def can_recover(self) -> bool:
-        return super().can_recover and not isinstance(self.transport, NcclTransport)  # see `update_weights`
 
     # -- implemented by each backend; these run on the leaders, `_publish` and the later ones on the main rank
 
@@ -203,7 +264,8 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def update_weights(self, source: WeightSource, version: int) -> None:
-        self.ranks.on_leaders(self._check_idle_for_update)
+        able = self.info.capabilities.inflight_updates  # which only leaders know
+        self.ranks.on_leaders(lambda: None if able else self._check_idle(f"{self.kind} cannot update weights"))
         weights = iter(source.weights())
         retired = [server.url for server in self.all_servers if server.state is ServerState.RETIRED]
         unusable = self.ranks.union_of_leaders(retired)
@@ -235,7 +297,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
     def _has_lost_all(self, reason: str) -> bool:
         """Whether all servers have failed, after an update has ended with an error."""
-        if not self.has_weights:
+        if self.info.version < 0:
             return False
         for server in self.servers:
             if server.state is ServerState.JOINING:
@@ -244,15 +306,11 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             self.call_each("GET", self.health_path, timeout_s=JOIN_S, is_json=False)
         return self.lost
 
-    def _check_idle_for_update(self) -> None:
-        if self.load.running and not self.info.capabilities.inflight_updates:
-            raise UserError(f"{self.kind} cannot update weights while requests are running: finish or abort them")
-
     def fingerprint(self) -> str | None:
         return self.ranks.on_main(self._fingerprint) if self.info.capabilities.fingerprint else None
 
     def sleep(self) -> None:
-        self.ranks.on_leaders(self._check_idle)
+        self.ranks.on_leaders(partial(self._check_idle, "the engine cannot sleep"))
         if self.options.sleep_while_training and not self.asleep:
             self.ranks.on_main(self._sleep_unless_lost)
             self.asleep = True
@@ -264,9 +322,9 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             if not self.lost:
                 raise
 
-    def _check_idle(self) -> None:
+    def _check_idle(self, what: str) -> None:
         if self.load.running:
-            raise UserError("the engine cannot sleep while requests are running: finish or abort them first")
+            raise UserError(f"{what} while requests are running: finish or abort them first")
 
     def wake(self) -> None:
         if self.asleep:

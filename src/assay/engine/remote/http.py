@@ -14,8 +14,7 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
-from assay.engine.remote.launch import LaunchedServers
-from assay.engine.remote.nodes import nodes_folder
+from assay.engine.remote.launch import LaunchedServers, nodes_folder
 from assay.system.awaiting import LoopThread
 from assay.system.openai_client import (
     Answer,
@@ -83,6 +82,7 @@ class Server:
     running: int = 0  # unfinished samples that this process has sent to it
     state: ServerState = ServerState.SERVING
     reason: str = ""  # why it was retired
+    restarted: bool = False  # its process, since it was retired
     tasks: set[asyncio.Task] = field(default_factory=set)  # its requests; cancelled when it is retired
 
     def target(self, path: str) -> str:
@@ -108,6 +108,7 @@ class HttpServers:
         self.timeout_s, self.launched = timeout_s, launched
         self._secrets = {api_key}
         self.all_servers = [self._new_server(url, api_key) for url in urls]
+        self._states = threading.Lock()  # guards the states of servers
         self.loop = LoopThread()
 
     @property
@@ -139,25 +140,18 @@ class HttpServers:
                 answer = await read_answer(response, max_bytes(tokens))
         return self._content(server, path, answer, is_json)
 
-    async def post(self, server: Server, path: str, payload: Any = None, timeout_s: float = 0, tokens: int = 0) -> Any:
-        return await self.request(server, "POST", path, payload, timeout_s, tokens=tokens)
+    async def post(self, server: Server, path: str, payload: Any = None, **options: Any) -> Any:
+        return await self.request(server, "POST", path, payload, **options)
 
-    def call(
-        self, server: Server, method: str, path: str, payload: Any = None, timeout_s: float = 0, tokens: int = 0
-    ) -> Any:
+    def call(self, server: Server, method: str, path: str, payload: Any = None, **options: Any) -> Any:
         """`request`, from another thread than that of the event loop."""
-        work = self.request(server, method, path, payload, timeout_s, tokens=tokens)
-        return self.loop.call(self.guarded(server, work))
+        return self.loop.call(self.guarded(server, self.request(server, method, path, payload, **options)))
 
-    def call_all(
-        self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
-    ) -> list[Any]:
+    def call_all(self, method: str, path: str, payload: Any = None, **options: Any) -> list[Any]:
         """The answers of `call_each`."""
-        return list(self.call_each(method, path, payload, timeout_s, is_json).values())
+        return list(self.call_each(method, path, payload, **options).values())
 
-    def call_each(
-        self, method: str, path: str, payload: Any = None, timeout_s: float = 0, is_json: bool = True
-    ) -> dict[Server, Any]:
+    def call_each(self, method: str, path: str, payload: Any = None, **options: Any) -> dict[Server, Any]:
         """Send a request to all servers at once, and wait for all answers. `payload`: may be a function of the server.
 
         Servers that fail are retired, if that is possible, and have no answer in the result. Otherwise, a request whose
@@ -167,7 +161,7 @@ class HttpServers:
         answers: dict[Server, Any] = {}
 
         async def together(servers: Sequence[Server]) -> list[Any]:
-            calls = (self.request(one, method, path, body(one), timeout_s, is_json) for one in servers)
+            calls = (self.request(one, method, path, body(one), **options) for one in servers)
             guarded = (self.guarded(one, call) for one, call in zip(servers, calls, strict=True))
             return await asyncio.gather(*guarded, return_exceptions=True)
 

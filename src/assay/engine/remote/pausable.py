@@ -1,14 +1,15 @@
 """Base class of engines whose servers are paused for a weight update, such as vLLM and SGLang.
 
 A paused server returns what it has sampled. `PausableEngine` requests the rest of such a sample afterwards, with the
-new weights. A backend implements `_body`, `_part`, `_allocate` and `_check_server`.
+new weights. A backend implements `_body`, `_part`, `_allocate`, `_check_server` and the requests that
+load weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from assay.engine.completions import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
-from assay.engine.remote.http import HttpServers, Server, ServerError, ServerUnreachable
-from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport
+from assay.engine.remote.http import Server, ServerError, ServerUnreachable
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
 from assay.engine.sequence import Job
+from assay.models.base import PolicyModel
 from assay.types import Completion, Finish, UserError
+
+Weights = Iterator[tuple[str, Tensor]]
 
 
 @dataclass
@@ -37,84 +41,17 @@ class SampledPart:
     interrupted: bool = False  # by a pause
 
 
-class WeightSender(ABC):
-    """Sends weights to all servers."""
-
-    def __init__(self, http: HttpServers, served: Mapping[str, Any]) -> None:
-        """`served`: what each server reports about itself, by URL; `workers` is the number of its processes."""
-        self.http, self.served = http, served
-
-    def send(self, transport: Transport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights. Cached prefixes are not dropped."""
-        with self._explained():
-            match transport:
-                case FolderTransport():
-                    with transport.written(weights, version) as folder:
-                        self._load_folder(str(folder), version)
-                case IpcTransport():
-                    self._send_shared(transport, weights, version)
-                case NcclTransport():
-                    self._broadcast(transport, weights, version)
-
-    @abstractmethod
-    def _load_folder(self, folder: str, version: int) -> None: ...
-
-    @abstractmethod
-    def _send_shared(self, transport: IpcTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
-
-    @abstractmethod
-    def _group_request(self, place: dict[str, Any], transport: NcclTransport) -> tuple[str, Any]:
-        """Path and body of the request to join the group of processes. `place`: where and as which ranks."""
-
-    @abstractmethod
-    def _update_request(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> Any:
-        """Path and body of the request to receive these weights."""
-
-    def _check(self, answer: Any) -> None:  # noqa: B027
-        """Raise an error if an update has failed."""
-
-    def connect(self, transport: NcclTransport) -> NcclTransport:
-        """Let all servers join a group of processes with this one."""
-        world = 1 + sum(served.workers for served in self.served.values())
-        offset, posts = 1, {}
-        for server in self.http.servers:
-            place = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
-            posts[server] = self._group_request({**place, "rank_offset": offset}, transport)
-            offset += self.served[server.url].workers
-        with self._explained():
-            self.http.call_during(partial(transport.connect, world), posts, self._check, transport.abort)
-        return transport
-
-    def _broadcast(self, transport: NcclTransport, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        for chunk in transport.chunks(weights):
-            names, tensors = [name for name, _ in chunk], [tensor for _, tensor in chunk]
-            dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-            request = self._update_request(names, dtypes, [list(tensor.shape) for tensor in tensors], version)
-            posts = dict.fromkeys(self.http.servers, request)
-            self.http.call_during(partial(transport.broadcast, chunk), posts, self._check, transport.abort)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Errors of an update say what may be wrong."""
-        try:
-            yield
-        except ServerUnreachable:
-            raise
-        except ServerError as error:
-            raise UserError(
-                f"a {self.http.kind} server cannot load the weights ({error}): it must serve the same model, and for "
-                f"the transport folder see the same folder ({self.http.section}.folder); its log has the cause"
-            ) from None
-
-
 class PausableEngine(RemoteEngine):
     path: ClassVar[str]  # of requests for samples
     pause: ClassVar[tuple[str, Any]]  # path and body of the request: running requests return what they have
     resume: ClassVar[tuple[str, Any]]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     pauses = True
-    sender: WeightSender
     weights_dropped = False  # by a sleep
+
+    def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:
+        self.served: dict[str, Any] = {}  # what each server reports about itself, by URL; `workers`: its processes
+        super().__init__(model, *arguments, **options)
 
     @cached_property
     def stopping(self) -> StopStrings | None:
@@ -139,17 +76,82 @@ class PausableEngine(RemoteEngine):
     def _allocate(self, *tags: str) -> None:
         """Allocate memory that a sleep has released: "weights", "kv_cache"."""
 
-    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def _publish(self, weights: Weights, version: int) -> None:
         self.call_all("POST", *self.pause)
         try:
             self._allocate("weights")
-            assert self.transport is not None
-            self.sender.send(self.transport, weights, version)
+            self.send(weights, version)
             self._allocate("kv_cache")
             self._reset_prefix_cache()
         finally:
             self.call_all("POST", *self.resume)
         self.weights_dropped = False
+
+    # -- how weights get into the servers
+
+    @abstractmethod
+    def _load_folder(self, folder: str, version: int) -> None: ...
+
+    @abstractmethod
+    def _send_shared(self, transport: IpcTransport, weights: Weights, version: int) -> None: ...
+
+    @abstractmethod
+    def _group_request(self, place: dict[str, Any], transport: NcclTransport) -> tuple[str, Any]:
+        """Path and body of the request to join the group of processes. `place`: where and as which ranks."""
+
+    @abstractmethod
+    def _update_request(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> Any:
+        """Path and body of the request to receive these weights."""
+
+    def _check_update(self, answer: Any) -> None:
+        """Raise an error if an update has failed."""
+
+    def send(self, weights: Weights, version: int) -> None:
+        """Replace all weights of all servers. Cached prefixes are not dropped."""
+        with self._explained():
+            match self.transport:
+                case FolderTransport():
+                    with self.transport.written(weights, version) as folder:
+                        self._load_folder(str(folder), version)
+                case IpcTransport():
+                    self._send_shared(self.transport, weights, version)
+                case NcclTransport():
+                    self._broadcast(self.transport, weights, version)
+
+    def joined(self, transport: NcclTransport) -> NcclTransport:
+        """Let all servers join a group of processes with this one."""
+        world = 1 + sum(served.workers for served in self.served.values())
+        offset, posts = 1, {}
+        for server in self.servers:
+            place = {"master_address": transport.host, "master_port": transport.port, "world_size": world}
+            posts[server] = self._group_request({**place, "rank_offset": offset}, transport)
+            offset += self.served[server.url].workers
+        with self._explained():
+            self.call_during(partial(transport.connect, world), posts, self._check_update, transport.abort)
+        return transport
+
+    def _broadcast(self, transport: NcclTransport, weights: Weights, version: int) -> None:
+        for chunk in transport.chunks(weights):
+            names, tensors = [name for name, _ in chunk], [tensor for _, tensor in chunk]
+            dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+            request = self._update_request(names, dtypes, [list(tensor.shape) for tensor in tensors], version)
+            posts = dict.fromkeys(self.servers, request)
+            self.call_during(partial(transport.broadcast, chunk), posts, self._check_update, transport.abort)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of an update say what may be wrong."""
+        try:
+            yield
+        except ServerUnreachable:
+            raise
+        except ServerError as error:
+            raise UserError(
+                f"a {self.kind} server cannot load the weights ({error}): it must serve the same model, and for "
+                f"the transport folder see the same folder ({self.section}.folder); its log has the cause"
+            ) from None
+
+    # -- requests
 
     async def _sample(self, batch: SampleBatch) -> None:
         """A sample that a weight update interrupts is continued with the new weights."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from assay.config import ReferenceServerConfig
-from assay.engine.remote.assay.wire import FLOATS, IDS, pack, unpack
 from assay.engine.remote.http import logprob_problem
+from assay.engine.remote.wire import FLOATS, IDS, pack, unpack
 from assay.system.openai_client import Endpoint
 from assay.types import UserError
 

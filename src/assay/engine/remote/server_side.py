@@ -1,6 +1,6 @@
 """What runs in servers: reading the weights that a trainer sends in files or in GPU memory (see `transport`).
 
-vLLM loads this module in its own environment (see `vllm.worker.stage`), so it uses torch and safetensors only.
+vLLM loads this module in its own environment (see `integrations.vllm_worker`), so it uses torch and safetensors only.
 """
 
 from __future__ import annotations

@@ -13,15 +13,14 @@ true until a weight update reaches a server again: training repeats the update u
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import numpy as np
 
+from assay.engine.base import EngineInfo
 from assay.engine.remote.http import (
     HttpServers,
     Server,
@@ -35,8 +34,8 @@ from assay.engine.remote.http import (
     ServerUnreachable,
     is_lost,
 )
-from assay.engine.remote.launch import LaunchedServers
 from assay.engine.remote.scoring import gap_problem
+from assay.engine.remote.transport import NcclTransport, Transport
 from assay.types import UserError, plural
 
 CHECKS = 4  # questions about a server's health within the time limit of an answer
@@ -50,39 +49,13 @@ PROOF_LIMIT = 0.1  # largest root mean square difference in nats; other weights 
 
 class SupervisedServers(HttpServers):
     health_path: ClassVar[str] = "/health"
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        timeout_s: float = 0.0,
-        api_key: str = "",
-        launched: LaunchedServers | None = None,
-        health_timeout_s: float = 0.0,
-        notify: Callable[[str], None] | None = None,
-        recover_s: float = 0.0,
-    ) -> None:
-        """`health_timeout_s`: time limit of an answer to a question about health; 0: there are no questions.
-
-        `recover_s`: how long to wait for a server after all of them have failed.
-        `notify`: gets a line when a server is retired and when it serves again, from any thread.
-        """
-        super().__init__(urls, timeout_s, api_key, launched)
-        self.health_timeout_s, self.notify = health_timeout_s, notify or (lambda line: None)
-        self.recover_s = recover_s
-        self.failures = self.retries = 0  # retired servers, and requests that were sent again
-        self._restarted: set[Server] = set()  # retired servers whose process was started again
-        self._states = threading.Lock()
-        self._watcher: asyncio.Task | None = None
-
-    @property
-    @abstractmethod
-    def has_weights(self) -> bool:
-        """Whether there was a weight update. Before it, a failure is an error, since settings may be wrong."""
-
-    @property
-    def can_recover(self) -> bool:
-        """Whether servers can come back after all of them have failed."""
-        return self.recover_s > 0
+    info: EngineInfo
+    transport: Transport | None = None
+    health_timeout_s: float  # time limit of an answer to a question about health; 0: there are no questions
+    recover_s: float  # how long to wait for a server after all of them have failed
+    notify: Callable[[str], None]  # gets a line when a server is retired and when it serves again, from any thread
+    failures = retries = 0  # retired servers, and requests that were sent again
+    _watcher: asyncio.Task | None = None
 
     @property
     def lost(self) -> bool:
@@ -159,7 +132,10 @@ class SupervisedServers(HttpServers):
                 return True
             others = [one for one in self.serving() if one is not server]
             was_serving = server.state is ServerState.SERVING
-            if not self.has_weights or not (others or (self.can_recover and (gone or not was_serving))):
+            if self.info.version < 0:  # before the first weight update, settings may be wrong
+                return False
+            can_recover = self.recover_s > 0 and not isinstance(self.transport, NcclTransport)
+            if not (others or (can_recover and (gone or not was_serving))):
                 return False
             server.state, server.reason = ServerState.RETIRED, reason
             self.failures += was_serving
@@ -225,9 +201,9 @@ class SupervisedServers(HttpServers):
         for server in self.all_servers:
             if server.state is not ServerState.RETIRED:
                 continue
-            if self.launched is not None and (server not in self._restarted or self.launched.death(server.url)):
+            if self.launched is not None and (not server.restarted or self.launched.death(server.url)):
                 self.launched.restart(server.url)
-                self._restarted.add(server)
+                server.restarted = True
             try:
                 self.loop.call(self.request(server, "GET", self.health_path, timeout_s=JOIN_S, is_json=False))
                 self._check_server(server)
@@ -248,7 +224,7 @@ class SupervisedServers(HttpServers):
                 self.retire(server, str(error))
                 continue
             server.state = ServerState.SERVING
-            self._restarted.discard(server)
+            server.restarted = False
             self.notify(f"the {self.kind} server {server.url} serves again, with the weights of version {version}")
 
     def _proof_of_another(self) -> tuple[str, Any] | None:

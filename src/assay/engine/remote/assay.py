@@ -5,7 +5,9 @@ All numbers survive the way through HTTP (see `wire`), so training gives the sam
 
 from __future__ import annotations
 
+import os
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
@@ -15,9 +17,7 @@ import torch
 from torch import Tensor
 
 from assay.config import ServerConfig
-from assay.engine.base import ALL_CAPABILITIES, Capabilities, EngineOptions, Failed, Finished, WeightSource
-from assay.engine.remote.assay.servers import LaunchedAssay
-from assay.engine.remote.assay.wire import IDS, WireError, event_from_json, pack, request_to_json
+from assay.engine.base import ALL_CAPABILITIES, Capabilities, Failed, Finished, WeightSource
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import (
     Server,
@@ -27,34 +27,64 @@ from assay.engine.remote.http import (
     ServerUnreachable,
     allowed_connections,
 )
-from assay.engine.remote.launch import SaveTokenizer
+from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.engine.remote.scoring import unpacked_scores
+from assay.engine.remote.server_side import KEY
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
+from assay.engine.remote.wire import IDS, WireError, event_from_json, pack, request_to_json
 from assay.models.base import PolicyModel
+from assay.models.decoder import Decoder
 from assay.types import Completion, UserError, excerpt
 
 GENERATE = "/engine/generate"
-CAPABILITIES = replace(ALL_CAPABILITIES, handles=False)
+
+
+class LaunchedAssay(LaunchedServers):
+    kind, section = "assay", "server"
+
+    def _check(self, model: PolicyModel) -> None:
+        if not isinstance(model, Decoder):
+            raise UserError("servers for this model must be started by hand: set server.urls, or engine.name = 'hf'")
+
+    def _command(self, index: int, port: int, max_length: int) -> list[str]:
+        options, devices = self.options, self.settings.devices
+        device = torch.device(options.device).type if self.nodes else str(options.device)  # a node has its own GPUs
+        values = {
+            "http.host": self.host,
+            "http.port": port,
+            "http.name": "policy",
+            "http.api_key_env": KEY,
+            "http.allow_updates": "true",
+            "http.max_body_mb": 256,
+            "http.frontends": 0,
+            "http.queue": 1_000_000,  # the run adds only what it needs
+            "prompt.style": "raw",
+            "device": devices[index % len(devices)] if devices else device,
+            "threads": torch.get_num_threads(),
+            "model.max_length": max_length,
+            "engine.dtype": str(options.dtype).removeprefix("torch."),
+            "engine.max_batch": options.max_batch,
+            "engine.kv_cache_gib": options.kv_cache_gib,
+            "engine.prefill_tokens": options.prefill_tokens,
+            "engine.sleep_while_training": str(options.sleep_while_training).lower(),
+            "engine.kv_on_update": options.kv_on_update,
+        }
+        words = [f"--{name}={value}" for name, value in values.items()]
+        return [sys.executable, "-m", "assay", "serve", str(self.model_folder), *words]
+
+    def _environment(self, index: int) -> dict[str, str]:
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        return {**plain_environment(), "PYTHONPATH": path, KEY: self.key}
 
 
 class AssayEngine(RemoteEngine):
     kind, section, extra = "assay", "server", "serve"
-    launcher = LaunchedAssay
+    settings_type, launcher = ServerConfig, LaunchedAssay
+    capabilities = replace(ALL_CAPABILITIES, handles=False)
     start_advice = "start `assay serve MODEL --allow-updates` there"
     splits_samples = False  # the samples of a request share its prompt
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        settings: ServerConfig | None = None,
-        save_tokenizer: SaveTokenizer | None = None,
-        **options: Any,
-    ) -> None:
-        """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
-        opts = EngineOptions(**options)
-        self.settings = settings or ServerConfig()
-        self.newest_version = -1  # of the weights that this engine has sent or is sending
-        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
+    newest_version = -1  # of the weights that this engine has sent or is sending
 
     # -- start
 

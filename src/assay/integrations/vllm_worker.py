@@ -1,12 +1,18 @@
-"""Extension of vLLM's worker: loads weights from a folder or from the trainer's GPU memory, and computes digests.
+"""What runs inside vLLM servers: an extension of the worker, and access control.
+
+The extension loads weights from a folder or from the trainer's GPU memory, and computes digests. Its methods are called
+through the server's endpoint /collective_rpc. vLLM's own API key protects /v1 only, not the endpoints that replace
+weights: `KeyCheck` protects all of them.
 
 vLLM runs in its own environment. `stage` copies the modules that it needs into a folder for PYTHONPATH, so
-that vLLM finds them without the rest of this package; `python -m assay.integrations.vllm.worker FOLDER` does it for
-servers that are started by hand. Methods are called through the server's endpoint /collective_rpc.
+that vLLM finds them without the rest of this package; `python -m assay.integrations.vllm_worker FOLDER` does it for
+servers that are started by hand.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +23,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from assay.engine.remote.server_side import shared_buffer, weights_of_buffer, weights_of_folder
+from assay.engine.remote.server_side import KEY, shared_buffer, weights_of_buffer, weights_of_folder
 from assay.models.fingerprint import digests
 
-EXTENSION = f"{__name__}.AssayWorker" if __name__ != "__main__" else "assay.integrations.vllm.worker.AssayWorker"
+MODULE = "assay.integrations.vllm_worker"  # `__name__` differs if it is run as a program
+EXTENSION, MIDDLEWARE = f"{MODULE}.AssayWorker", f"{MODULE}.KeyCheck"
+
+
+class KeyCheck:
+    """ASGI middleware: every request must have the key, also those for metrics and health."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.expected = app, f"Bearer {os.environ[KEY]}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or self._is_valid(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = [(b"content-type", b"text/plain"), (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _is_valid(self, scope: Any) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self.expected)
 
 
 class AssayWorker:
@@ -127,17 +155,12 @@ def unfused(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
             yield name, weight
 
 
-STAGED = (
-    "engine/remote/server_side.py",
-    "integrations/vllm/access.py",
-    "integrations/vllm/worker.py",
-    "models/fingerprint.py",
-)
+STAGED = ("engine/remote/server_side.py", "integrations/vllm_worker.py", "models/fingerprint.py")
 
 
 def stage(folder: Path) -> None:
     """Copy the modules that vLLM's process imports into `folder`, as a package of the same name."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     for name in STAGED:
         target = folder / "assay" / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +171,7 @@ def stage(folder: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m assay.integrations.vllm.worker FOLDER")
+        sys.exit("usage: python -m assay.integrations.vllm_worker FOLDER")
     stage(Path(sys.argv[1]))
     print(f"start vLLM with PYTHONPATH={Path(sys.argv[1]).resolve()} and --worker-extension-cls {EXTENSION}")
 

@@ -1,4 +1,4 @@
-"""The engine "assay": servers by URL or started by it, the interface of engines, and the same bits as "native"."""
+"""The engine assay: servers given by URL, and servers that it starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,13 @@ from safetensors.torch import load_file
 from serve_parts import byte_tokenizer, renderer, serving, tiny_model
 from stepped import Stepped
 
-from assay.cli.main import main
+from assay.cli import serve
+from assay.cli.main import main, parse
 from assay.config import ServerConfig
 from assay.engine import Request, RequestError, SamplingParams, generate, make_engine
-from assay.engine.remote.assay.engine import AssayEngine
+from assay.engine.base import EngineOptions
+from assay.engine.remote.assay import AssayEngine, LaunchedAssay
+from assay.engine.remote.server_side import KEY
 from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
 from assay.testing.engine import check_engine
@@ -239,3 +243,35 @@ def test_weights_reach_a_server_on_the_same_gpu_without_files() -> None:
         assert all(completion.version == 2 for completion in completions)
     finally:
         engine.close()
+
+
+def servers(options: dict[str, Any] | None = None, **settings: Any) -> LaunchedAssay:
+    values = {"device": "cpu", "dtype": torch.bfloat16, "max_batch": 7, "kv_cache_gib": 0.5} | (options or {})
+    return LaunchedAssay(ServerConfig(**settings), EngineOptions(**values))
+
+
+def test_the_command_has_the_settings_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = servers({"sleep_while_training": True}, devices=["cuda:1", "cuda:2"])
+    words = launched._command(1, 1234, 96)
+    assert words[:4] == [sys.executable, "-m", "assay", "serve"]
+    monkeypatch.setenv(KEY, "secret")
+    cfg = serve.settings_of(parse(serve, "serve", words[4:]))  # the command line accepts all of them
+    assert (cfg.http.port, cfg.http.allow_updates, cfg.http.api_key_env) == (1234, True, KEY)
+    assert (cfg.engine.dtype, cfg.engine.max_batch, cfg.engine.kv_cache_gib) == ("bfloat16", 7, 0.5)
+    assert (cfg.device, cfg.model.max_length, cfg.engine.sleep_while_training) == ("cuda:2", 96, True)
+
+
+def test_keys_are_in_the_environment_and_differ() -> None:
+    first, second = servers(), servers()
+    assert first._environment(0)[KEY] == first.key != second.key
+    assert first.key not in " ".join(first._command(0, 1, 96))  # other users can see arguments
+
+
+def test_a_model_of_another_family_is_refused() -> None:
+    class Other:
+        max_length = 96
+
+    launched = servers()
+    with pytest.raises(UserError, match=r"must be started by hand: set server\.urls"):
+        launched.start(Other(), lambda folder: None)  # type: ignore[arg-type]
+    assert not launched.folder.exists()

@@ -4,27 +4,36 @@ Requests go to /generate, with token ids in both directions. The endpoints and f
 
 SGLang reports the log-probability of a sampled token after bias and temperature and before truncation by top_k, top_p
 and min_p, unless a server has SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment: then it is before the temperature.
+
+Experimental: weights through NCCL have never been sent, because that needs two GPUs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import pickle
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from assay.config import SGLangConfig
-from assay.engine.base import Capabilities, EngineOptions
+from assay.engine.base import Capabilities
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable
-from assay.engine.remote.launch import SaveTokenizer
-from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
+from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices, write_object
+from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport
 from assay.engine.sequence import Job
-from assay.integrations.sglang.servers import MARGIN, LaunchedSGLang
-from assay.integrations.sglang.weights import SGLangSender, SGLangServer
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import spec_to_hf
@@ -37,32 +46,96 @@ NO_TOKEN = 2**31 - 1  # not in any vocabulary
 IDLE_S = 60  # time limit for requests that were aborted to leave the batch
 MEMORY = ["kv_cache", "weights"]  # what a sleep releases
 
-CAPABILITIES = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
+MARGIN = 16  # tokens of the context that SGLang does not use: whole sequences are sent as prompts, to be scored
+GROUP = "assay_weights"  # name of the process group of trainer and servers
+
+
+@dataclass(frozen=True)
+class SGLangServer:
+    """What a server reports about itself."""
+
+    info: dict[str, Any]  # /server_info: its arguments, by name, and more
+    model: dict[str, Any]  # /model_info
+
+    @property
+    def max_prompt(self) -> int:
+        """Prompts must be shorter."""
+        return int(self.info["max_req_input_len"])
+
+    @property
+    def workers(self) -> int:
+        return int(self.info.get("tp_size") or 1) * int(self.info.get("pp_size") or 1)
+
+
+class LaunchedSGLang(LaunchedServers):
+    kind, section = "SGLang", "sglang"
+
+    def _check(self, model: PolicyModel) -> None:
+        self.python = interpreter(self.settings, self.section, self.kind)
+        if "--config" in self.settings.args:
+            raise UserError(
+                "sglang.args has --config, and assay starts servers with one: list its settings in sglang.args"
+            )
+
+    def _command(self, index: int, port: int, max_length: int) -> list[str]:
+        return [self.python, "-m", "sglang.launch_server", *self._arguments(port, max_length)]
+
+    def _arguments(self, port: int, max_length: int) -> list[str]:
+        options, settings = self.options, self.settings
+        arguments = {
+            "config": str(self._write_key()),
+            "model-path": str(self.model_folder),
+            "served-model-name": "policy",
+            "host": self.host,
+            "port": str(port),
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "load-format": "dummy",
+            "context-length": str(max_length + MARGIN),
+            "max-running-requests": str(options.max_batch),
+            "mem-fraction-static": str(settings.gpu_memory),
+        }
+        if options.prefill_tokens:
+            arguments["chunked-prefill-size"] = str(options.prefill_tokens)
+        flags = []
+        if torch.device(options.device).type == "cuda":
+            arguments["cuda-graph-max-bs-decode"] = str(options.max_batch)
+            if options.sleep_while_training:
+                flags += ["--enable-memory-saver", *(["--enable-weights-cpu-backup"] if settings.keep_weights else [])]
+        else:
+            arguments["device"] = "cpu"
+        if settings.deterministic:
+            flags.append("--enable-deterministic-inference")
+        return [*(part for name, value in arguments.items() for part in (f"--{name}", value)), *flags, *settings.args]
+
+    def _write_key(self) -> Path:
+        """A file that only this user can read: other users can see arguments. The key protects all but /health."""
+        path = self.folder / "access.yaml"
+        write_object(path, {"api-key": self.key})  # JSON is YAML
+        return path
+
+    def _environment(self, index: int) -> dict[str, str]:
+        environment = {
+            **plain_environment(),
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the margin
+            "HF_HUB_OFFLINE": "1",
+        }
+        return environment | visible_devices(self.settings, torch.device(self.options.device), index)
 
 
 class SGLangEngine(PausableEngine):
     health_path = "/model_info"  # /health samples a token, which a server that is paused or sleeps cannot
     kind, section, path = "SGLang", "sglang", GENERATE
     pause, resume = ("/pause_generation", {"mode": "abort"}), ("/continue_generation", dict[str, Any]())
-    launcher = LaunchedSGLang
+    settings_type, launcher = SGLangConfig, LaunchedSGLang
+    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start an SGLang server there"
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        settings: SGLangConfig | None = None,
-        save_tokenizer: SaveTokenizer | None = None,
-        **options: Any,
-    ) -> None:
-        """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
-        opts = EngineOptions(**options)
-        self.settings = settings or SGLangConfig()
+    def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:
         self.architecture = architecture_of(model)
-        self.served: dict[str, SGLangServer] = {}  # by URL
-        self.sender: SGLangSender = SGLangSender(self, self.served)
         self.released: set[str] = set()  # memory that this process has released on the servers
         self.aborting: set[asyncio.Task] = set()
-        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
+        super().__init__(model, *arguments, **options)
 
     # -- start
 
@@ -89,9 +162,7 @@ class SGLangEngine(PausableEngine):
         self.call_all("POST", *self.resume)
         for server in self.servers:
             self._check_vocabulary(server)
-        device, dtype = torch.device(self.options.device), self.options.dtype
-        started = self.launched is not None and not self.settings.devices  # on the trainer's GPU
-        self.transport = self.sender.choose_transport(self.settings, device, dtype, self.size, started)
+        self.transport = self.choose_transport()
 
     def _check_vocabulary(self, server: Server) -> None:
         """The vocabulary is in the message with which SGLang rejects a token for `token_ids_logprob`.
@@ -211,6 +282,52 @@ class SGLangEngine(PausableEngine):
 
         return await asyncio.gather(*map(score, sequences))
 
+    # -- how weights get into the servers
+
+    def choose_transport(self) -> Transport:
+        """The one in the settings, or the fastest that is possible."""
+        settings, device, dtype = self.settings, torch.device(self.options.device), self.options.dtype
+        share_gpu = self.launched is not None and not settings.devices  # they are on the trainer's GPU
+        kind = settings.transport
+        single = all(served.workers == 1 for served in self.served.values())
+        if kind == "nccl":
+            return self.joined(GroupTransport(device, dtype, settings.nccl_host))
+        if kind == "ipc" and (device.type != "cuda" or not single):
+            need = "servers with one worker each" if device.type == "cuda" else "a GPU"
+            raise UserError(f"sglang.transport = 'ipc' needs {need}: use 'folder'")
+        if kind == "ipc" or (kind == "auto" and device.type == "cuda" and single and share_gpu):
+            return IpcTransport(device, dtype)
+        return FolderTransport(settings.folder, dtype, self.size)
+
+    def _load_folder(self, folder: str, version: int) -> None:
+        body = {"model_path": folder, "load_format": "auto", **self._options(version)}
+        for answer in self.call_all("POST", "/update_weights_from_disk", body):
+            self._check_update(answer)
+
+    def _send_shared(self, transport: IpcTransport, weights: Weights, version: int) -> None:
+        for buffer, layout in transport.chunks(weights):
+            for server in self.servers:
+                payload = shared_bucket(buffer, layout)  # each may be opened once
+                body = {"load_format": "flattened_bucket", **self._options(version)}
+                body["serialized_named_tensors"] = [base64.b64encode(payload).decode()]
+                self._check_update(self.call(server, "POST", "/update_weights_from_tensor", body))
+        if transport.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _group_request(self, place: dict[str, Any], transport: NcclTransport) -> tuple[str, Any]:
+        return "/init_weights_update_group", {**place, "group_name": GROUP, "backend": transport.backend}
+
+    def _update_request(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> Any:
+        layout = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": GROUP}
+        return "/update_weights_from_distributed", layout | self._options(version)
+
+    def _options(self, version: int) -> dict[str, Any]:
+        return {"flush_cache": False, "weight_version": str(version)}
+
+    def _check_update(self, answer: Any) -> None:
+        if not self.field(answer, "success", bool):
+            raise self.garbage("an update without success")
+
     # -- memory
 
     def _sleep(self) -> None:
@@ -291,3 +408,81 @@ def check_served(served: SGLangServer, url: str, max_length: int, dtype: torch.d
         raise UserError(
             f"the SGLang server {url} has --dp-size above 1: start one server per GPU instead (sglang.urls)"
         )
+
+
+class BucketPickler(pickle.Pickler):
+    """Pickles CUDA tensors as handles that another process opens.
+
+    The device is the identifier of the GPU, as SGLang expects, because indices differ between processes.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type != "cuda":
+            return NotImplemented
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        rebuild, arguments = reduce_tensor(value)
+        gpu = str(torch.cuda.get_device_properties(value.device).uuid)
+        return rebuild, (*arguments[:6], gpu, *arguments[7:])
+
+
+def shared_bucket(buffer: Tensor, layout: Mapping[str, list[Any]]) -> bytes:
+    """The weights in a buffer (see `IpcTransport.chunks`) in SGLang's format "flattened_bucket".
+
+    SGLang reads attributes of the descriptions, so they need not be instances of its own class.
+    """
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize(buffer.device)
+    descriptions = []
+    for name, dtype_name, shape, start in zip(*layout.values(), strict=True):
+        dtype, size = getattr(torch, dtype_name), torch.Size(shape)
+        end = start + size.numel() * dtype.itemsize
+        place = {"start_idx": start, "end_idx": end, "numel": end - start}
+        descriptions.append(SimpleNamespace(name=name, shape=size, dtype=dtype, **place))
+    stream = io.BytesIO()
+    BucketPickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump({"flattened_tensor": buffer, "metadata": descriptions})
+    return stream.getvalue()
+
+
+class GroupTransport(NcclTransport):
+    """Broadcasts from this process to the workers of all servers, in a process group of torch.
+
+    Never run with SGLang: it needs a second GPU. The tests join with another process on CPUs (gloo).
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, host: str) -> None:
+        super().__init__(device, dtype, host)
+        self.store: dist.Store | None = dist.TCPStore(host, self.port, None, True, wait_for_workers=False)
+        limit = dist.distributed_c10d.default_pg_timeout
+        self.client = dist.TCPStore(host, self.port, None, False, limit, wait_for_workers=False)
+
+    def connect(self, world_size: int) -> None:
+        self.communicator = weight_group(self.client, 0, world_size, self.backend)
+
+    def abort(self) -> None:
+        self.store = None  # ends the wait for other processes in `connect`
+        if self.communicator is not None:
+            self.communicator.abort()
+
+    def broadcast(self, chunk: Any) -> None:
+        for _, tensor in chunk:
+            dist.broadcast(tensor, group=self.communicator, group_src=0)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def weight_group(store: dist.Store, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
+    """A process group beside the default one, with processes that are not in the default one.
+
+    torch has no public function for it. SGLang's workers make theirs with the same calls, and keys of the store must be
+    the same on both ends.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    limit = c10d.default_pg_timeout
+    keys = c10d.PrefixStore(GROUP, store)
+    group, _ = c10d._new_process_group_helper(
+        world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), timeout=limit
+    )
+    c10d._world.pg_group_ranks[group] = {one: one for one in range(world_size)}
+    return group

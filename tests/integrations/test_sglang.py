@@ -1,10 +1,13 @@
-"""What is special about the engine sglang (see also test_pausable.py), with a strict stand-in for the server."""
+"""The engine sglang, with a strict stand-in for the server (see also test_pausable.py): requests, weights, servers."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,22 +16,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_parts import logits_after, small_decoder, small_spec
 from http_parts import Answer, SmallServer
-from pausable_parts import POLICY, PROMPT, connected, decode
+from pausable_parts import POLICY, PROMPT, connected, decode, launched_servers
 from sglang_parts import RULES, FakeSGLang, problem_of
 from stepped import Stepped
 
+from assay.config import SGLangConfig
 from assay.engine.base import Finished, Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
-from assay.engine.remote.transport import IpcTransport
-from assay.integrations.sglang.engine import architecture_of
+from assay.engine.remote.transport import FolderTransport, IpcTransport
+from assay.integrations.sglang import GroupTransport, SGLangServer, architecture_of, weight_group
 from assay.models.fingerprint import fingerprint
 from assay.types import Finish, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 sglang = partial(connected, "sglang")
+servers = partial(launched_servers, "sglang")
 CPU = torch.device("cpu")
 
 
@@ -90,16 +96,19 @@ def test_an_aborted_sample_is_aborted_on_the_server() -> None:
         assert len(fake.aborted) == 1
 
 
-@pytest.mark.parametrize("transport", ["folder", "shared"])
-def test_an_update_replaces_all_weights_of_all_servers(transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "dtype"), [("folder", torch.float32), ("shared", torch.float32), ("shared", torch.bfloat16)]
+)
+def test_an_update_replaces_all_weights_of_all_servers(transport: str, dtype: torch.dtype) -> None:
+    """The stand-in reads shared memory as SGLang does, and loads only the modules that SGLang allows."""
     other = small_decoder(small_spec(), seed=5)
     fakes = [FakeSGLang(POLICY, decode), FakeSGLang(POLICY, decode)]
     with sglang(*fakes) as (engine, servers):
         if transport == "shared":  # without a GPU, the bytes themselves are sent
-            engine.transport = IpcTransport(CPU, torch.float32, chunk_bytes=3000)
+            engine.transport = IpcTransport(CPU, dtype, chunk_bytes=3000)
         engine.update_weights(other, 3)
-        expected = fingerprint(other.weights())
-        assert [fingerprint(fake.model.weights()) for fake in fakes] == [expected, expected]
+        expected = fingerprint(other.weights(), dtype)
+        assert [fingerprint(fake.model.weights(), dtype) for fake in fakes] == [expected, expected]
         assert [fake.version for fake in fakes] == ["3", "3"]
         kept = [call for call in fakes[0].calls if "update_weights" not in call][-3:]
         assert kept == ["/pause_generation", "/flush_cache", "/continue_generation"]
@@ -285,4 +294,119 @@ def test_the_stand_in_refuses_what_sglang_would_not_accept() -> None:
 def test_the_rules_of_the_stand_in_are_those_of_the_source() -> None:
     command = [sys.executable, str(ROOT / "dev" / "sglang_requests.py"), os.environ["ASSAY_SGLANG_SOURCE"]]
     shown = subprocess.run(command, capture_output=True, check=True).stdout.decode()
-    assert shown == (Path(__file__).parent / "sglang_requests.json").read_text()
+    assert shown == (ROOT / "tests" / "helpers" / "sglang_requests.json").read_text()
+
+
+# -- weights
+
+
+def test_workers_are_those_of_all_parallel_dimensions() -> None:
+    workers = [SGLangServer(info, {}).workers for info in ({}, {"tp_size": 4, "pp_size": 2})]
+    assert workers == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "started", "workers", "expected"),
+    [
+        ("auto", "cuda", True, 1, IpcTransport),
+        ("auto", "cuda", False, 1, FolderTransport),
+        ("auto", "cuda", True, 2, FolderTransport),
+        ("auto", "cpu", True, 1, FolderTransport),
+        ("ipc", "cuda", False, 1, IpcTransport),
+        ("folder", "cuda", True, 1, FolderTransport),
+        ("ipc", "cuda", True, 2, "needs servers with one worker each: use 'folder'"),
+    ],
+)
+def test_gpu_memory_is_used_for_servers_on_the_same_gpu(
+    kind: Any, device: str, started: bool, workers: int, expected: Any
+) -> None:
+    with sglang(FakeSGLang(POLICY, decode)) as (engine, _):
+        engine.served = {"url": SGLangServer({"tp_size": workers}, {})}
+        engine.settings, engine.options = SGLangConfig(transport=kind), replace(engine.options, device=device)
+        engine.launched = object() if started else None
+        try:
+            if isinstance(expected, str):
+                with pytest.raises(UserError, match=expected):
+                    engine.choose_transport()
+                return
+            transport = engine.choose_transport()
+        finally:
+            engine.launched = None
+        assert isinstance(transport, expected)
+        if isinstance(transport, FolderTransport):
+            transport.close()
+
+
+@pytest.mark.parametrize("status", [400, 200])
+def test_a_server_that_refuses_to_join_the_group_is_reported_at_once(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupTransport, "backend", "gloo")
+    answer = {"success": False, "message": "no NCCL here"}
+    fake = FakeSGLang(POLICY, decode)
+
+    def refuse(path: str, body: Any) -> Answer:
+        return (status, answer) if "group" in path else fake(path, body)
+
+    with sglang(refuse) as (engine, _):
+        engine.settings = SGLangConfig(transport="nccl")
+        with pytest.raises(UserError, match="no NCCL here" if status == 400 else "an update without success"):
+            engine.choose_transport()
+        assert "assay-collective" not in {thread.name for thread in threading.enumerate()}
+
+
+def join_group(port: int, results: Any) -> None:
+    """A worker of a server: receives all weights through a process group, which it joins as SGLang's workers do."""
+    store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
+    group = weight_group(store, 1, 2, "gloo")
+    for _ in range(2):
+        tensor = torch.zeros(3)
+        dist.broadcast(tensor, group=group, group_src=0)
+        results.put(tensor.tolist())
+
+
+def test_a_process_that_is_not_in_the_default_group_receives_broadcasts() -> None:
+    transport = GroupTransport(CPU, torch.float32, "127.0.0.1")
+    transport.backend = "gloo"
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    worker = context.Process(target=join_group, args=(transport.port, results), daemon=True)
+    worker.start()
+    transport.connect(2)
+    (chunk,) = transport.chunks(iter([("a", torch.tensor([1.0, 2.0, 3.0])), ("b", torch.tensor([4.0, 5.0, 6.0]))]))
+    transport.broadcast(chunk)
+    received = [results.get(timeout=60) for _ in range(2)]
+    worker.join(60)
+    assert received == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] and os.getpid() != worker.pid
+
+
+# -- servers that the engine starts
+
+
+def test_arguments_follow_the_options_and_exist_in_sglang() -> None:
+    launched = servers({"sleep_while_training": True}, args=["--tp-size", "2"], deterministic=True, gpu_memory=0.3)
+    words = launched._arguments(1234, 96)
+    text = " ".join(words)
+    for part in ("--port 1234", "--max-running-requests 7", "--context-length 112", "--dtype float32"):
+        assert part in text
+    for part in ("--load-format dummy", "--mem-fraction-static 0.3", "--cuda-graph-max-bs-decode 7"):
+        assert part in text
+    assert text.endswith("--enable-weights-cpu-backup --enable-deterministic-inference --tp-size 2")
+    cpu = servers({"device": "cpu", "prefill_tokens": 512, "sleep_while_training": True})._arguments(1, 96)
+    assert "--device cpu" in " ".join(cpu) and "--enable-memory-saver" not in cpu
+    assert "--enable-weights-cpu-backup" not in servers({"sleep_while_training": True}, keep_weights=False)._arguments(
+        1, 9
+    )
+    for word in [*words, *cpu]:
+        if word.startswith("--") and word != "--config":  # not one of the arguments that are fields of a class
+            assert word.removeprefix("--").replace("-", "_") in RULES["server_arguments"], word
+
+
+def test_the_key_is_in_a_file_that_other_users_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    launched, other = servers(), servers()
+    words = launched._arguments(1234, 96)
+    file = Path(words[words.index("--config") + 1])
+    assert json.loads(file.read_text()) == {"api-key": launched.key} and launched.key != other.key
+    assert file.stat().st_mode & 0o077 == 0 and launched.key not in " ".join(words)
+    assert launched._environment(0)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"

@@ -28,17 +28,17 @@ if [ "$engines" -gt 0 ]; then
     mapfile -t addresses < <(for host in "${hosts[@]:nodes}"; do address_of "$host"; done)
     exec 9> >(exec srun --relative="$nodes" --nodes="$engines" --ntasks="$engines" --ntasks-per-node=1 \
         --cpu-bind=none --export=ALL --kill-on-bad-exit=0 --open-mode=append --output="$engine_log" \
-        bash -c 'trap "" TERM; exec "$@"' node "$python" -m assay.integrations.slurm.engine_node \
+        bash -c 'trap "" TERM; exec "$@"' node "$python" -m assay.integrations.slurm engine \
         --servers "$servers" --gpus "$gpus" --logs "$files" "${addresses[@]}")
     engine_step=$!
 fi
 
 # One torchrun per node. The training processes handle SIGTERM: they save and stop together. torchrun must ignore it,
-# because it would allow them only 30 seconds. `train_node` is torchrun with exit codes: 143 after such a stop,
+# because it would allow them only 30 seconds. `slurm train` is torchrun with exit codes: 143 after such a stop,
 # 200 after an error. srun returns the highest exit code of all nodes.
 srun --relative=0 --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
     --cpu-bind=none --export=ALL --kill-on-bad-exit=1 --open-mode=append --output="$node_log" \
-    bash -c 'trap "" TERM; exec "$@"' node "$python" -m assay.integrations.slurm.train_node \
+    bash -c 'trap "" TERM; exec "$@"' node "$python" -m assay.integrations.slurm train \
     --nnodes "$nodes" --nproc-per-node "$processes" --master-addr "$address" --master-port "$port" \
     -m assay train "${what[@]}" "${settings[@]}" 9>&- &
 step=$!

@@ -1,7 +1,9 @@
-"""What is special about the engine vllm (see also test_pausable.py), with a stand-in for the server."""
+"""The engine vllm, with a stand-in for the server (see also test_pausable.py): requests, weights, started servers."""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,17 +11,23 @@ import pytest
 import torch
 from engine_parts import small_decoder, small_spec
 from http_parts import Answer
-from pausable_parts import POLICY, PROMPT, connected, decode
+from pausable_parts import POLICY, PROMPT, connected, decode, launched_servers
 from vllm_parts import FakeVLLM
 
+from assay.config import VLLMConfig
 from assay.engine.base import Request, SamplingParams
 from assay.engine.client import generate
 from assay.engine.remote.http import ServerGarbage
 from assay.engine.remote.pausable import sample_seed
+from assay.engine.remote.server_side import KEY
+from assay.engine.remote.transport import FolderTransport, NcclTransport
+from assay.integrations.vllm import ServedModel
+from assay.integrations.vllm_worker import EXTENSION, KeyCheck
 from assay.models.fingerprint import fingerprint
 from assay.types import UserError
 
 vllm = partial(connected, "vllm")
+servers = partial(launched_servers, "vllm")
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_model_applies() -> None:
@@ -31,9 +39,6 @@ def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_model_applie
         for body in bodies:
             assert {name: body[name] for name in expected} == expected
         assert sorted(body["seed"] for body in bodies) == sorted(sample_seed(9, sample, 0) for sample in range(2))
-
-
-def test_seeds_can_be_left_out() -> None:
     with vllm(FakeVLLM(POLICY, decode), seeds=False) as (engine, servers):
         generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), seed=9)])
         assert "seed" not in servers[0].requests[-1][1]
@@ -69,25 +74,12 @@ def test_a_server_without_the_extension_has_no_fingerprint_and_loads_folders() -
             r"does not reload a tied head: restart it with --worker-ext",
         ),
         ({"development": False}, r"does not accept weights: start it with VLLM_SERVER_DEV_MODE=1"),
+        ({"model": small_decoder(small_spec(vocab_size=60))}, "its vocabulary is smaller than the policy's 61 tokens"),
+        ({"model": small_decoder(small_spec(vocab_size=64))}, "size mismatch.*same model"),  # at the first update
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_before_the_run(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message), vllm(FakeVLLM(POLICY, decode, **changes)):
-        pass
-
-
-def test_a_server_with_a_smaller_vocabulary_is_refused() -> None:
-    other = small_decoder(small_spec(vocab_size=60))
-    with (
-        pytest.raises(UserError, match="its vocabulary is smaller than the policy's 61 tokens"),
-        vllm(FakeVLLM(other, decode)),
-    ):
-        pass
-
-
-def test_a_server_with_a_larger_vocabulary_is_refused_at_the_first_update() -> None:
-    model = small_decoder(small_spec(vocab_size=64))
-    with pytest.raises(UserError, match=r"size mismatch.*same model"), vllm(FakeVLLM(model, decode)):
+def test_a_server_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message), vllm(FakeVLLM(**{"model": POLICY, "decode": decode} | changes)):
         pass
 
 
@@ -165,3 +157,87 @@ def test_sleeping_servers_are_woken_for_an_update_and_paused_around_it() -> None
         expected = ["/pause?mode=abort", "/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/reset_prefix_cache"]
         assert kept == [*expected, "/resume"]
         assert not fake.sleeping and generate(engine, [Request(PROMPT, SamplingParams(max_new_tokens=2), 0)])
+
+
+# -- weights
+
+
+def served(extension: str = EXTENSION, **parallel: int) -> ServedModel:
+    return ServedModel("policy", 97, {"parallel_config": {"worker_extension_cls": extension, **parallel}})
+
+
+def test_workers_are_those_of_all_parallel_dimensions() -> None:
+    assert served().workers == 1 and served(tensor_parallel_size=4, pipeline_parallel_size=2).workers == 8
+    assert served().has_extension and not served("other.Worker").has_extension
+
+
+def test_shared_memory_needs_the_extension() -> None:
+    with vllm(FakeVLLM(POLICY, decode, extension="")) as (engine, _):
+        engine.options = replace(engine.options, device="cuda")
+        folder = engine.choose_transport()
+        assert isinstance(folder, FolderTransport)
+        folder.close()
+        engine.settings = VLLMConfig(transport="ipc")
+        with pytest.raises(UserError, match=r"vllm.transport = 'ipc' needs servers with --worker-ext.*: use 'folder'"):
+            engine.choose_transport()
+
+
+class BlockedTransport(NcclTransport):
+    """Its broadcasts wait for workers that never join."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.float32, "127.0.0.1")
+        self.aborted = threading.Event()
+
+    def broadcast(self, chunk: Any) -> None:
+        assert self.aborted.wait(60)
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_errors_of_a_broadcast_are_reported_at_once() -> None:
+    fake, released = FakeVLLM(POLICY, decode), threading.Event()
+
+    def refuse(path: str, body: Any) -> Answer:
+        match path:
+            case "/update_weights":
+                return 500, {"error": {"message": "no memory"}}
+            case "/init_weight_transfer_engine":
+                released.wait(60)  # until the trainer joins
+        return fake(path, body) if "weight" not in path else (200, {})
+
+    with vllm(refuse) as (engine, _):
+        engine.transport = BlockedTransport()
+        with pytest.raises(UserError, match="/update_weights answered 500: no memory"):
+            engine.send(iter(POLICY.weights()), 1)
+        assert "assay-collective" not in {thread.name for thread in threading.enumerate()}
+        engine.settings = VLLMConfig(transport="nccl")
+        with pytest.raises(UserError, match="transport 'nccl' needs vLLM in this environment"):
+            engine.choose_transport()
+        released.set()
+
+
+# -- servers that the engine starts
+
+
+def test_arguments_follow_the_options() -> None:
+    launched = servers({"device": "cpu"}, args=["--swap-space", "1"], transport="nccl")
+    text = " ".join(launched._arguments(1234, 96))
+    for part in ("--port 1234", "--max-num-seqs 7", "--max-model-len 97", "--dtype float32", "--load-format dummy"):
+        assert part in text
+    assert "--logprobs-mode processed_logprobs" in text and text.endswith("--enforce-eager --swap-space 1")
+    cuda = servers({"device": "cuda", "sleep_while_training": True, "kv_cache_gib": 2.0}, gpu_memory=0.3)
+    text = " ".join(cuda._arguments(1, 96))
+    assert "--gpu-memory-utilization 0.3" in text and "--enable-sleep-mode" in text and "--enforce-eager" not in text
+    assert "--kv-cache-memory-bytes 2147483648" in text
+
+
+def test_the_key_is_in_the_environment_and_checked_by_a_middleware() -> None:
+    launched = servers()
+    words = launched._arguments(1234, 96)
+    assert words[words.index("--middleware") + 1] == f"{KeyCheck.__module__}.{KeyCheck.__qualname__}"
+    environment = launched._environment(0)
+    assert environment[KEY] == launched.key and launched.key not in " ".join(words)
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"

@@ -6,28 +6,31 @@ development mode (VLLM_SERVER_DEV_MODE=1). Tested with vLLM 0.24 and 0.32.
 vLLM reports one log-probability per sampled token. With `--logprobs-mode processed_logprobs`, which the servers must
 have, it is at the sampling temperature and after truncation. So it is what training needs unless sampling is
 truncated; the other modes report it before the temperature, which cannot be converted without all logits.
+
+Experimental: weights through NCCL have never been sent, because that needs two GPUs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from assay.config import VLLMConfig
-from assay.engine.base import Capabilities, EngineOptions, WeightSource
+from assay.engine.base import Capabilities, WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable
-from assay.engine.remote.launch import SaveTokenizer
-from assay.engine.remote.pausable import PausableEngine, SampledPart, sample_seed
+from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
 from assay.engine.remote.scoring import prompt_body, prompt_scores
+from assay.engine.remote.server_side import KEY
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport, ipc_handle
 from assay.engine.sequence import Job
-from assay.integrations.vllm.servers import LaunchedVLLM
-from assay.integrations.vllm.weights import ServedModel, VLLMSender
-from assay.integrations.vllm.worker import EXTENSION
+from assay.integrations.vllm_worker import EXTENSION, MIDDLEWARE, stage
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.fingerprint import digest_of
@@ -39,36 +42,101 @@ FORBIDDEN_BIAS = -100.0
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
-CAPABILITIES = Capabilities(
-    temperature_logprobs=True,
-    truncated_logprobs=False,
-    inflight_updates=True,
-    score=True,
-)
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server reports about itself."""
+
+    name: str
+    max_length: int
+    config: dict[str, Any]  # vLLM's, by section
+
+    def setting(self, section: str, name: str) -> Any:
+        return (self.config.get(section) or {}).get(name)
+
+    @property
+    def has_extension(self) -> bool:
+        return str(self.setting("parallel_config", "worker_extension_cls") or "").endswith(EXTENSION)
+
+    @property
+    def workers(self) -> int:
+        parallel = self.config.get("parallel_config") or {}
+        return int(parallel.get("tensor_parallel_size") or 1) * int(parallel.get("pipeline_parallel_size") or 1)
+
+
+class LaunchedVLLM(LaunchedServers):
+    kind, section = "vLLM", "vllm"
+
+    def _check(self, model: PolicyModel) -> None:
+        self.python = interpreter(self.settings, self.section, self.kind)
+        stage(self.folder / "packages")
+
+    def _command(self, index: int, port: int, max_length: int) -> list[str]:
+        return [self.python, "-m", "vllm.entrypoints.openai.api_server", *self._arguments(port, max_length)]
+
+    def _arguments(self, port: int, max_length: int) -> list[str]:
+        options, settings = self.options, self.settings
+        arguments = {
+            "model": str(self.model_folder),
+            "served-model-name": "policy",
+            "host": self.host,
+            "port": str(port),
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "load-format": "dummy",
+            "max-model-len": str(max_length + 1),  # `score` gets whole sequences as prompts
+            "max-num-seqs": str(options.max_batch),
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",
+            "worker-extension-cls": EXTENSION,
+            "middleware": MIDDLEWARE,
+        }
+        flags = []
+        if torch.device(options.device).type == "cuda":
+            arguments["gpu-memory-utilization"] = str(settings.gpu_memory)
+            if options.kv_cache_gib:
+                arguments["kv-cache-memory-bytes"] = str(int(options.kv_cache_gib * 2**30))
+            if options.sleep_while_training:
+                flags.append("--enable-sleep-mode")
+        else:
+            flags.append("--enforce-eager")
+        if settings.transport == "nccl":
+            arguments["weight-transfer-config"] = json.dumps({"backend": "nccl"})
+        return [*(part for name, value in arguments.items() for part in (f"--{name}", value)), *flags, *settings.args]
+
+    def _environment(self, index: int) -> dict[str, str]:
+        options = self.options
+        device = torch.device(options.device)
+        packages = os.pathsep.join(filter(None, (str(self.folder / "packages"), os.environ.get("PYTHONPATH"))))
+        environment = {
+            **plain_environment(),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": packages,
+            KEY: self.key,
+        }
+        environment |= visible_devices(self.settings, device, index)
+        if device.type == "cpu" and not self.settings.devices:
+            if self.nodes is None:  # engine nodes may have other cores
+                cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+                environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(options.kv_cache_gib))))
+        return environment
 
 
 class VLLMEngine(PausableEngine):
     kind, section, path = "vLLM", "vllm", COMPLETIONS
     pause, resume = ("/pause?mode=abort", None), ("/resume", None)
-    launcher = LaunchedVLLM
+    settings_type, launcher = VLLMConfig, LaunchedVLLM
+    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start a vLLM server there"
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        settings: VLLMConfig | None = None,
-        save_tokenizer: SaveTokenizer | None = None,
-        **options: Any,
-    ) -> None:
-        """`options`: fields of `EngineOptions`. `save_tokenizer`: needed to start servers."""
-        opts = EngineOptions(**options)
-        self.settings = settings or VLLMConfig()
+    def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:
         self.tied = isinstance(model, Decoder) and model.spec.tied
-        self.models: dict[str, ServedModel] = {}  # by URL
-        self.sender: VLLMSender = VLLMSender(self, self.models)
-        self.published: dict[str, tuple[int, ...]] = {}  # shapes of the weights of the last update
+        self.published: set[str] = set()  # names of the weights of the last update
         self.updated = False  # whether there was an update
-        super().__init__(model, self.settings, opts, CAPABILITIES, save_tokenizer)
+        super().__init__(model, *arguments, **options)
 
     # -- start
 
@@ -79,7 +147,7 @@ class VLLMEngine(PausableEngine):
             if served.workers < 1:
                 raise ValueError("a server has at least one worker")
             check_served(served, server.url, self.info.max_length, self.options.dtype, self.tied)
-        self.models[server.url] = served
+        self.served[server.url] = served
         self._check_vocabulary(server)
 
     def _join(self, server: Server) -> None:
@@ -88,7 +156,7 @@ class VLLMEngine(PausableEngine):
             self.call(server, "POST", f"/sleep?level={self.settings.sleep_level}")
 
     def _proof(self, server: Server) -> Any:
-        if not all(served.has_extension for served in self.models.values()):
+        if not all(served.has_extension for served in self.served.values()):
             return super()._proof(server)
         return self.field(self.call(server, "POST", "/collective_rpc", {"method": "assay_digests"}), "results", list)
 
@@ -115,7 +183,7 @@ class VLLMEngine(PausableEngine):
         A larger vocabulary is found by the first weight update, whose shapes differ: vLLM 0.24 does not reject tokens
         beyond the vocabulary, and one of them could end the server.
         """
-        body = {"model": self.models[server.url].name, "prompt": [self.info.vocab_size - 1], "max_tokens": 1}
+        body = {"model": self.served[server.url].name, "prompt": [self.info.vocab_size - 1], "max_tokens": 1}
         try:
             self.call(server, "POST", COMPLETIONS, body, timeout_s=120)
         except ServerUnreachable:
@@ -133,8 +201,7 @@ class VLLMEngine(PausableEngine):
         if self._asleep():
             self.call_all("POST", "/wake_up")
         self.call_all("POST", *self.resume)
-        device, dtype = torch.device(self.options.device), self.options.dtype
-        self.transport = self.sender.choose_transport(self.settings, device, dtype, self.size)
+        self.transport = self.choose_transport()
 
     # -- requests
 
@@ -144,7 +211,7 @@ class VLLMEngine(PausableEngine):
             raise UserError(f"vLLM has no temperatures between 0 and {LOWEST_TEMPERATURE}: {params.temperature:g}")
         limit = job.limit - len(drawn)
         body: dict[str, Any] = {
-            "model": self.models[server.url].name,
+            "model": self.served[server.url].name,
             "prompt": [*job.tokens, *drawn],
             "max_tokens": limit,
             "min_tokens": min(limit, max(0, params.min_new_tokens - len(drawn))),
@@ -180,7 +247,7 @@ class VLLMEngine(PausableEngine):
     async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
             raise UserError("vLLM scores given tokens at temperature 1 only")
-        name = self.models[server.url].name
+        name = self.served[server.url].name
 
         async def score(sequence: Sequence[int]) -> list[float]:
             ids = [int(token) for token in sequence]
@@ -199,16 +266,16 @@ class VLLMEngine(PausableEngine):
             able = replace(self.info.capabilities, fingerprint=self.digests() is not None)
             self.info = replace(self.info, capabilities=able)
 
-    def _publish(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        shapes: dict[str, tuple[int, ...]] = {}
+    def _publish(self, weights: Weights, version: int) -> None:
+        names: set[str] = set()
 
-        def recorded() -> Iterator[tuple[str, Tensor]]:
+        def recorded() -> Weights:
             for name, weight in weights:
-                shapes[name] = tuple(weight.shape)
+                names.add(name)
                 yield name, weight
 
         super()._publish(recorded(), version)
-        self.published = shapes
+        self.published = names
 
     def _allocate(self, *tags: str) -> None:
         for tag in tags if self.asleep else ():
@@ -222,13 +289,13 @@ class VLLMEngine(PausableEngine):
         return self.ranks.on_main(self._digests)
 
     def _digests(self) -> dict[str, str] | None:
-        if not all(served.has_extension for served in self.models.values()):
+        if not all(served.has_extension for served in self.served.values()):
             return None
-        results = self.sender.rpc("assay_digests")
+        results = self.rpc("assay_digests")
         if any(len(workers) != 1 or not is_digests(workers[0]) for workers in results):
             return None
         first: dict[str, str] = results[0][0]
-        if set(first) != set(self.published):
+        if set(first) != self.published:
             return None  # another architecture, whose names in vLLM differ
         return next((workers[0] for workers in results if workers[0] != first), first)
 
@@ -236,10 +303,66 @@ class VLLMEngine(PausableEngine):
         digests = self.digests() if self.info.capabilities.fingerprint else None
         return None if digests is None else digest_of(digests)
 
+    # -- how weights get into the servers
+
+    def choose_transport(self) -> Transport:
+        """The one in the settings, or the fastest that is possible."""
+        settings, device, dtype = self.settings, torch.device(self.options.device), self.options.dtype
+        kind = settings.transport
+        extended = all(served.has_extension for served in self.served.values())
+        if kind == "nccl":
+            return self.joined(NcclTransport(device, dtype, settings.nccl_host))
+        if kind in ("auto", "ipc") and device.type == "cuda" and extended:
+            shared = IpcTransport(device, dtype)
+            with self.reading("no description of its GPU"):
+                gpus = {str(worker["uuid"]) for answer in self.rpc("assay_gpu") for worker in answer}
+            if gpus == {shared.gpu}:
+                return shared
+            if kind == "ipc":
+                raise UserError("transport 'ipc' needs servers on the trainer's GPU: use 'folder' or 'nccl'")
+        elif kind == "ipc":
+            need = f"servers with --worker-extension-cls {EXTENSION}" if device.type == "cuda" else "a GPU"
+            raise UserError(f"vllm.transport = 'ipc' needs {need}: use 'folder'")
+        return FolderTransport(settings.folder, dtype, self.size)
+
+    def _load_folder(self, folder: str, version: int) -> None:
+        def body(server: Server) -> dict[str, Any]:
+            extended = self.served[server.url].has_extension
+            method, name = ("assay_load_folder", "folder") if extended else ("reload_weights", "weights_path")
+            return {"method": method, "kwargs": {name: folder}}
+
+        self.call_all("POST", "/collective_rpc", body)
+
+    def _send_shared(self, transport: IpcTransport, weights: Weights, version: int) -> None:
+        first = True
+        for buffer, layout in transport.chunks(weights):
+            for server in self.servers:
+                arguments = {"chunk": {**layout, "handle": ipc_handle(buffer)}, "first": first}
+                self.call(server, "POST", "/collective_rpc", {"method": "assay_load_shared", "kwargs": arguments})
+            first = False
+        self.rpc("assay_finish_loading")
+        torch.cuda.ipc_collect()
+
+    def _group_request(self, place: dict[str, Any], transport: NcclTransport) -> tuple[str, Any]:
+        return "/init_weight_transfer_engine", {"init_info": place}
+
+    def _update_request(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> Any:
+        return "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+
+    def _broadcast(self, transport: NcclTransport, weights: Weights, version: int) -> None:
+        self.call_all("POST", "/start_weight_update", {})
+        super()._broadcast(transport, weights, version)
+        self.call_all("POST", "/finish_weight_update", {})
+
+    def rpc(self, method: str) -> list[list[Any]]:
+        """Call a method of the extension on all servers; for each, the results of its workers."""
+        answers = self.call_all("POST", "/collective_rpc", {"method": method})
+        return [self.field(answer, "results", list) for answer in answers]
+
     # -- memory
 
     def _sleep(self) -> None:
-        able = all(served.setting("model_config", "enable_sleep_mode") for served in self.models.values())
+        able = all(served.setting("model_config", "enable_sleep_mode") for served in self.served.values())
         if not able:
             raise UserError(
                 "engine.sleep_while_training needs vLLM servers with --enable-sleep-mode, on GPUs: restart them with "

@@ -73,7 +73,7 @@ def settings(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     from verifiers.v1.configs.agent import AgentConfig  # type: ignore[import-not-found,unused-ignore]
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type
 
-    from assay.integrations.verifiers.policy import HARNESS
+    from assay.integrations.verifiers_policy import HARNESS
 
     taskset = name.removeprefix(PREFIX)
     fields = env_config_type(taskset, args.get("id", "")).model_fields
@@ -99,7 +99,7 @@ class VerifiersEnv(Env):
     role = "user"
 
     def __init__(self, env: Any, tasks: Sequence[Any], name: str) -> None:
-        from assay.integrations.verifiers.policy import PolicyClient
+        from assay.integrations.verifiers_policy import PolicyClient
 
         self.env, self.tasks, self.name = env, tasks, name
         (agent,) = env._agent_specs.values()
@@ -135,7 +135,7 @@ class VerifiersEnv(Env):
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         """Hold the servers until this task is cancelled: they must be started and stopped by the same task."""
-        from assay.integrations.verifiers.policy import CLIENT
+        from assay.integrations.verifiers_policy import CLIENT
 
         async with self.env.serving():
             self.env._interception.clients[CLIENT.model_dump_json()] = self.client
@@ -239,7 +239,7 @@ class PlayedRollout:
         """Play the episode and return verifiers' record of it."""
         from verifiers.v1.clients import ModelContext  # type: ignore[import-not-found,unused-ignore]
 
-        from assay.integrations.verifiers.policy import CLIENT, MODEL
+        from assay.integrations.verifiers_policy import CLIENT, MODEL
 
         ids: list[str] = []
 

@@ -1,4 +1,4 @@
-"""An engine node of a Slurm job: servers that the trainer asks for, failures, restarts, and the end."""
+"""Nodes of a Slurm job: servers that the trainer asks for, failures, restarts, and the end; exit codes of torchrun."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ import torch
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import LaunchedServers, plain_environment
-from assay.engine.remote.nodes import ENGINE_NODES, read_object, write_object
-from assay.integrations.slurm import engine_node
-from assay.integrations.slurm.engine_node import PORTS, EngineNode, device_shares, free_ports
+from assay.engine.remote.launch import ENGINE_NODES, LaunchedServers, plain_environment, read_object, write_object
+from assay.integrations import slurm
+from assay.integrations.slurm import PORTS, EngineNode, device_shares, free_ports
 from assay.models import build_preset
 from assay.types import UserError
 
@@ -104,7 +103,7 @@ def test_servers_get_the_environment_of_the_node_and_equal_shares_of_its_gpus(
 
 
 def test_ports_in_use_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_node, "PORTS", PORTS[:8])
+    monkeypatch.setattr(slurm, "PORTS", PORTS[:8])
     with socket.socket() as taken:
         ports = free_ports(3)
         taken.bind(("", ports[0]))
@@ -116,16 +115,8 @@ def test_ports_in_use_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_servers_survive_sigterm_and_end_with_the_input(tmp_path: Path) -> None:
     words = ["--servers", "1", "--gpus", "0", "--logs", str(tmp_path / "job"), "127.0.0.1"]
-    command = [
-        "bash",
-        "-c",
-        'trap "" TERM; exec "$@"',
-        "node",
-        sys.executable,
-        "-m",
-        "assay.integrations.slurm.engine_node",
-        *words,
-    ]
+    program = [sys.executable, "-m", "assay.integrations.slurm", "engine", *words]
+    command = ["bash", "-c", 'trap "" TERM; exec "$@"', "node", *program]
     environment = {**os.environ, "SLURM_NODEID": "0", ENGINE_NODES: str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as node:  # type: ignore[call-overload]
@@ -207,3 +198,38 @@ def test_a_server_that_does_not_start_on_its_node_is_an_error(tmp_path: Path, mo
     with trainer_and_nodes(tmp_path, code) as (launched, _), pytest.raises(UserError) as error:
         start(launched)
     assert "did not start: it ended (exit code 1): MemoryError: no memory (see " in str(error.value)
+
+
+# The launcher sends SIGTERM to the other rank as soon as one has ended; `assay` ignores it once it is about to exit.
+# Ranks stop together, so none of them may still be starting then.
+STOP = "signal.signal(signal.SIGTERM, signal.SIG_IGN); meet(); sys.exit(143)"
+MEET = """
+def meet():
+    open(f"{sys.argv[0]}-{os.environ['RANK']}", "w").close()
+    while not all(os.path.exists(f"{sys.argv[0]}-{rank}") for rank in (0, 1)):
+        time.sleep(0.01)
+"""
+ENDS = {  # code of ranks 0 and 1, and the resulting exit code
+    "well": (["pass", "pass"], 0),
+    "stopped": ([STOP, STOP], 143),
+    "stopped but for one": ([STOP, "meet(); sys.exit(2)"], 200),
+    "killed": (["time.sleep(60)", "os.kill(os.getpid(), 9)"], 200),
+}
+
+
+def launch(folder: Path, name: str) -> subprocess.Popen[str]:
+    script = folder / f"{name}.py"
+    script.write_text(f"import os, signal, sys, time\n{MEET}\nexec({ENDS[name][0]}[int(os.environ['RANK'])])\n")
+    words = ["--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "assay.integrations.slurm", "train", *words]
+    environment = {**os.environ, "SLURM_NODEID": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_exit_code_distinguishes_stopped_from_failed(tmp_path: Path) -> None:
+    started = {name: launch(tmp_path, name) for name in ENDS}
+    output = {name: process.communicate(timeout=100)[1] for name, process in started.items()}
+    assert {name: process.returncode for name, process in started.items()} == {n: code for n, (_, code) in ENDS.items()}
+    assert "Signal 9 (SIGKILL)" in output["killed"] and "rank      : 1" in output["killed"]
+    assert "Traceback" not in output["killed"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.engine.base import Failed, Finished, Request, SamplingParams, TokenChunk
-from assay.engine.remote.assay.wire import WireError, event_from_json, event_to_json, request_from_json, request_to_json
+from assay.engine.remote.wire import WireError, event_from_json, event_to_json, request_from_json, request_to_json
 from assay.types import Completion, Finish
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

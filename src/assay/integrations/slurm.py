@@ -1,8 +1,12 @@
-"""Servers on an engine node of a Slurm job, which only generates. `assay.engine.remote.nodes` describes the files.
+"""Processes on the nodes of a Slurm job: servers on engine nodes, and the ranks of a training run.
 
-The node registers its servers, starts them when the trainer asks for it, and stops them when its input ends. SIGTERM
-has no effect on the servers: Slurm sends it to all processes of a job that has to stop, and the trainer needs the
-servers until it has saved.
+    python -m assay.integrations.slurm train ...    # torchrun; its exit code tells a requested stop from an error
+    python -m assay.integrations.slurm engine ...   # servers
+
+An engine node only generates. `assay.engine.remote.launch` describes the files that it shares with the trainer. The
+node registers its servers, starts them when the trainer asks for it, and stops them when its input ends. SIGTERM has no
+effect on the servers: Slurm sends it to all processes of a job that has to stop, and the trainer needs the servers
+until it has saved.
 """
 
 from __future__ import annotations
@@ -14,15 +18,19 @@ import select
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.engine.remote.nodes import nodes_folder, read_object, write_object
+from assay.engine.remote.launch import nodes_folder, read_object, write_object
 from assay.system.program import SupervisedProgram
 
-POLL_S = 0.5
+POLL_S = 0.5  # between two looks for requests of the trainer
 PORTS = range(12000, 20000)  # below those of rendezvous, and below the ephemeral ports of the system
+STOPPED = 143  # exit code of a process that saved and stopped after SIGTERM
+FAILED = 200  # above all others: srun returns the highest exit code of all nodes
+PAUSE_S = 3.0  # srun kills the other nodes as soon as one ends: time for them to end or to print their errors
 
 
 class NodeProgram:
@@ -128,8 +136,8 @@ def say(text: str) -> None:
     print(f"{time.strftime('%F %T')} {text}", flush=True)
 
 
-def main(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def serve(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m assay.integrations.slurm engine")
     parser.add_argument("--servers", type=int, required=True)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--logs", required=True)
@@ -141,5 +149,33 @@ def main(words: Sequence[str]) -> None:
     EngineNode(folder, node, args.hosts, args.servers, args.gpus, args.logs).run()
 
 
+def train(words: Sequence[str]) -> int:
+    """Run torchrun; its exit code tells a requested stop from an error."""
+    code = run_torchrun(words)
+    if code and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
+        time.sleep(PAUSE_S)
+    return code
+
+
+def run_torchrun(words: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    # Not SIGTERM: torchrun would stop the processes and allow them only 30 seconds.
+    handled = "SIGINT,SIGHUP,SIGQUIT"
+    try:
+        torchrun(["--node-rank", os.environ["SLURM_NODEID"], "--signals-to-handle", handled, *words])
+    except ChildFailedError as error:
+        if all(failure.exitcode == STOPPED for failure in error.failures.values()):
+            return STOPPED
+        print(error, file=sys.stderr, flush=True)
+        return FAILED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    kind, *arguments = sys.argv[1:]
+    raise SystemExit({"train": train, "engine": serve}[kind](arguments))

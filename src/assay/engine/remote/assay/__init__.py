@@ -1,1 +1,0 @@
-"""The engine "assay": servers of `assay serve`."""

@@ -1,1 +1,0 @@
-"""The engine "sglang": SGLang servers."""

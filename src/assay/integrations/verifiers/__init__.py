@@ -1,1 +1,0 @@
-"""Environments of the package verifiers."""
