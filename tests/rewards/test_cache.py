@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.rewards.cache import ReplyCache
+from assay.rewards.model_judge import ReplyCache
 from assay.types import UserError
 
 REQUEST = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from assay.rewards.names import is_function_value, is_name, names_of
+from assay.rewards.structure import is_function_value, is_name, names_of
 
 NAMES = [
     *("x", "a_{10}", "\\alpha", "y'", "\\bar{x}", "AB", "|AB|", "[ABC]", "|S|", "f(1)", "f^{-1}(3)", "P(A)"),

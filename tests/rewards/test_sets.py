@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from assay.rewards.sets import read_real_set, same_real_set
+from assay.rewards.structure import read_real_set, same_real_set
 
 EQUAL = [
     ("[0,\\infty) \\setminus \\{1\\}", "0 \\le x < 1 or x > 1"),

@@ -67,8 +67,8 @@ class Algorithm:
     @property
     def components(self) -> list[Component[Any]]:
         filters = self.overlong, self.zero_variance, self.pass_rates
-        own: list[Component[Any]] = [*filters, self.reward_kl, self.credit_rule, *self.terms]
-        return [one for component in own for one in (component, *component.parts)]
+        outer: list[Component[Any]] = [*filters, self.reward_kl, self.credit_rule, *self.terms]
+        return [inner for component in outer for inner in (component, *component.parts)]
 
     @property
     def needs(self) -> Needs:
@@ -77,7 +77,7 @@ class Algorithm:
 
     @property
     def inputs(self) -> list[TokenInput]:
-        return [one for component in self.components for one in component.inputs]
+        return [given for component in self.components for given in component.inputs]
 
     # Settings
 

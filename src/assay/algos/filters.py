@@ -67,9 +67,9 @@ class ZeroVarianceFilter(Component[AlgoConfig]):
         As in DAPO, length penalties alone do not keep a group in which all answers are correct. With a discount or
         credit per step, the compared returns must be equal. Answers that were not judged are not compared.
         """
-        judged = [(one, one.reward if one.verdict is None else one.verdict.reward) for one in group.judged]
+        judged = [(r, r.reward if r.verdict is None else r.verdict.reward) for r in group.judged]
         how = self.settings.discount, self.settings.step_credit
-        values = [value for one, whole in judged for value in compared_returns(one, whole, *how)]
+        values = [value for r, whole in judged for value in compared_returns(r, whole, *how)]
         return not values or max(values) == min(values)
 
     def split(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:

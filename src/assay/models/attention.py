@@ -175,8 +175,8 @@ class Prefixes:
     def repeated(self) -> tuple[Tensor, Tensor, int]:
         """The tokens that each segment sees, its prefix included: indices, bounds of the segments, largest number."""
         pairs = list(zip(self.spans, self.segments.prefixes, strict=True))
-        tokens = [own if prefix < 0 else torch.cat((self.spans[prefix], own)) for own, prefix in pairs]
-        sizes = [len(one) for one in tokens]
+        tokens = [span if prefix < 0 else torch.cat((self.spans[prefix], span)) for span, prefix in pairs]
+        sizes = [len(seen) for seen in tokens]
         return upload(torch.cat(tokens), self.device), self._bounds(sizes), max(sizes)
 
     @cached_property

@@ -168,7 +168,8 @@ class Decoder(PolicyModel):
         if self.spec.design.scaled_embedding:
             x = x * embedding_scale(self.spec, x.dtype)
         angles = positions[:, None].float() * self.inv_freq.float()[:, None]  # [tables, N, rotated / 2]
-        rotations = [(one.cos()[:, None].to(x.dtype), one.sin()[:, None].to(x.dtype)) for one in angles]  # [N, 1, *]
+        # Each cosine and sine is [N, 1, rotated / 2].
+        rotations = [(table.cos()[:, None].to(x.dtype), table.sin()[:, None].to(x.dtype)) for table in angles]
         if self.compiled_bridge is not None and not (self.recompute and torch.is_grad_enabled()):
             return self.model.norm(self._forward_bridged(x, rotations, attend))
         for layer in self.model.layers:

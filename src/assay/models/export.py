@@ -148,10 +148,10 @@ def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
             del tensors  # only its writer keeps it
             if len(writing) == WRITERS:
                 done, writing = wait(writing, return_when=FIRST_COMPLETED)
-                for one in done:
-                    one.result()
-        for one in writing:
-            one.result()
+                for writer in done:
+                    writer.result()
+        for writer in writing:
+            writer.result()
     for path in written:  # after all threads: reading the umask of the process changes it for a moment
         apply_umask(path)
 

@@ -219,7 +219,7 @@ def scores(
         return score(before, targets)
     else:  # slices are recomputed in the backward pass, so that only one slice of logits is in memory
         slices = [checkpoint(score, part, target, use_reentrant=False) for part, target in parts]
-    return torch.cat([one[0] for one in slices]), torch.cat([one[1] for one in slices])
+    return torch.cat([part[0] for part in slices]), torch.cat([part[1] for part in slices])
 
 
 def sharded_head(model: PolicyModel) -> Any:
