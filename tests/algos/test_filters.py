@@ -6,7 +6,7 @@ import pytest
 from algos_parts import make_group
 
 from assay.algos import LengthLimits
-from assay.algos.filters import OverlongFilter, PassRateFilter, ZeroVarianceFilter
+from assay.algos.algorithm import OverlongFilter, PassRateFilter, ZeroVarianceFilter
 from assay.config import AlgoConfig
 from assay.config.algorithm import OverlongConfig, PassRateConfig
 from assay.types import Group, Status, Verdict

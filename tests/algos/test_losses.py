@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from assay.algos.losses import (
+from assay.algos.terms import (
     LOSSES,
     cispo,
     clip_cov,

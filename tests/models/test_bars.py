@@ -8,7 +8,7 @@ import pytest
 from hub_server import hub
 
 from assay.models import HFModel, build_preset, load_model, save_model
-from assay.models.bars import reported_bars, reporting_bar
+from assay.models.fallback import reported_bars, reporting_bar
 
 Counts = list[tuple[int, int, str]]
 

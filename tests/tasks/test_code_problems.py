@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from assay.tasks.code_problems import NAME, OPERATIONS, STARTS, CodeProblem, draw_problem
+from assay.tasks.code import NAME, OPERATIONS, STARTS, CodeProblem, draw_problem
 
 BY_SENTENCE = {operation.sentence: operation for operation in OPERATIONS}
 BY_ARGUMENT = {start.argument: start for start in STARTS}

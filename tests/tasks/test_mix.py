@@ -9,7 +9,7 @@ import pytest
 
 from assay.rewards import JudgePool
 from assay.tasks import check_gold, make_task
-from assay.tasks.mix import cycle_counts, interleave, permuted
+from assay.tasks.registry import cycle_counts, interleave, permuted
 from assay.types import TASK_LABEL, Status, UserError
 
 SMALL = {"name": "abacus", "weight": 3, "args": {"train_size": 24, "eval_size": 9}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from assay.text.message_renderer import MessageRenderer
+from assay.text.render import MessageRenderer
 from assay.types import Prompt, UserError
 
 PROMPT = Prompt("p", ({"role": "system", "content": "own"}, {"role": "user", "content": "2 + 2?"}))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.models.bars import BYTES, reporting_bar
 from assay.models.base import LoadReport, PolicyModel
 from assay.models.decoder import Decoder, WeightLoader
-from assay.models.fallback import load_fallback
+from assay.models.fallback import BYTES, load_fallback, reporting_bar
 from assay.models.gguf import is_gguf, load_gguf
 from assay.models.spec import FAMILIES, ModelSpec, spec_from_hf
 from assay.system.model_files import check_model_files

@@ -9,8 +9,7 @@ from assay.tasks.abacus import Abacus
 from assay.tasks.base import SPLITS, Task, check_gold, overlap
 from assay.tasks.code import Code
 from assay.tasks.countdown import Countdown
-from assay.tasks.datasets import GSM8K, Math
-from assay.tasks.jsonl import Jsonl
+from assay.tasks.datasets import GSM8K, Jsonl, Math
 from assay.tasks.registry import TASKS, make_task
 
 __all__ = [
