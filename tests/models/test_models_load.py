@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from assay.models import PRESETS, Decoder, HFModel, fingerprint, load_model, preset, save_model
-from assay.models.load import build_preset, is_classifier, weight_files
+from assay.models import Decoder, HFModel, fingerprint, load_model, preset, save_model
+from assay.models.load import PRESETS, build_preset, is_classifier, weight_files
 from assay.types import UserError
 
 

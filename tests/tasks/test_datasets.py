@@ -11,7 +11,8 @@ import pytest
 from assay.envs import make_env
 from assay.rewards import JudgePool
 from assay.rewards.verifiers import dataset
-from assay.tasks import GSM8K, SPLITS, check_gold, make_task, overlap, sources
+from assay.tasks import SPLITS, check_gold, make_task, overlap, sources
+from assay.tasks.datasets import GSM8K
 from assay.testing.env import check_env
 from assay.types import Status, UserError
 

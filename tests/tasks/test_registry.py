@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from assay.tasks import TASKS, Abacus, check_gold, make_task
+from assay.tasks import Abacus, check_gold, make_task
+from assay.tasks.registry import TASKS
 from assay.types import UserError
 
 OWN = """

@@ -11,14 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from assay.text import (
-    Renderer,
-    Tokenizer,
-    char_tokenizer,
-    few_shot_from_prompts,
-    load_few_shot,
-    read_text_file,
-)
+from assay.text import Renderer, Tokenizer, char_tokenizer
+from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.types import Message, Prompt, UserError
 
 CHATML = (

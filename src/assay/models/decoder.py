@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
-from assay.models.base import LoadReport, PolicyModel, autocast_dtype
+from assay.models.base import LoadOptions, PolicyModel, autocast_dtype
 from assay.models.device import check_compile_cache
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
@@ -301,23 +301,13 @@ NAMED = 5  # weights that an error message lists
 
 
 class WeightLoader:
-    """Builds a decoder: `load` each weight under its Hugging Face name, then `finish`.
+    """Builds a decoder: `load` each weight under its Hugging Face name, then `finish`."""
 
-    `report`: receives the number of loaded parameters and that of all parameters.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        what: str,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        report: LoadReport | None = None,
-    ) -> None:
-        self.what, self.spec, self.report = what, spec, report
+    def __init__(self, spec: ModelSpec, what: str, options: LoadOptions) -> None:
+        self.what, self.spec, self.report = what, spec, options.report
         with torch.device("meta"):
             self.model = Decoder(spec)
-        self.model.to(dtype).to_empty(device=device)
+        self.model.to(options.dtype).to_empty(device=options.device)
         self.targets = dict(self.model.named_parameters())
         self.missing = dict.fromkeys(self.targets)
         self.loaded, self.total = 0, sum(target.numel() for target in self.targets.values())

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from assay.models.attention import Padded
-from assay.models.base import LoadReport, PolicyModel
+from assay.models.base import LoadOptions, LoadReport, PolicyModel
 from assay.types import UserError, missing_extra
 
 BYTES = "B"  # unit of bars that count bytes
@@ -125,29 +125,23 @@ def scatter(values: Tensor, layout: Padded) -> Tensor:
     return values.new_zeros(layout.batch * layout.longest).index_copy(0, layout.slots, values)
 
 
-def load_fallback(
-    folder: Path,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    report: LoadReport | None = None,
-) -> HFModel:
-    """Load with transformers. `gguf_file`: name of a GGUF file in the folder. `report`: receives numbers of tensors."""
+def load_fallback(folder: Path, options: LoadOptions, gguf_file: str | None = None) -> HFModel:
+    """Load with transformers. `gguf_file`: name of a GGUF file in the folder."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
+    given: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     what = folder / gguf_file if gguf_file else folder
     if gguf_file is not None:
         if importlib.util.find_spec("accelerate") is None:
             raise missing_extra(f"loading {what} with transformers", "gguf")
-        options["gguf_file"] = gguf_file
+        given["gguf_file"] = gguf_file
         if hasattr(transformers, "GgufConfig"):  # keeps GGUF weights quantised, hence not trainable, by default
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with reported_bars(report):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        with reported_bars(options.report):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True, local_files_only=True, **given
+            )
     except Exception as error:  # a damaged file can raise any error in transformers
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"transformers cannot load the model in {what}: {reason}") from error
@@ -155,4 +149,4 @@ def load_fallback(
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"the model in {what} lacks weights that {type(hf).__name__} needs: {', '.join(missing[:5])}")
-    return HFModel(hf.to(device))
+    return HFModel(hf.to(options.device))
