@@ -189,13 +189,6 @@ def test_presets_have_the_documented_sizes():
         assert preset(name, vocab_size=256, max_length=512).parameters == pytest.approx(size, rel=0.1), name
 
 
-@pytest.mark.parametrize("name", ["pico", "nano", "tiny-llama", "small"])
-def test_a_spec_counts_the_parameters_of_its_model(name):
-    model = build_preset(name, vocab_size=77, max_length=64, seed=0)
-    assert sum(weight.numel() for weight in model.parameters()) == model.spec.parameters
-    assert (model.vocab_size, model.max_length) == (77, 64)
-
-
 def test_preset_weights_depend_on_the_seed_only():
     prints = []
     for seed in (1, 1, 2):
