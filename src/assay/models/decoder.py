@@ -236,6 +236,13 @@ class Decoder(PolicyModel):
                 weight.fill_(1.0 - self.spec.design.norm_offset)
 
 
+def empty_decoder(spec: ModelSpec, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A decoder whose weights are not set yet: the random ones of its layers would be thrown away."""
+    with torch.device("meta"):
+        model = Decoder(spec).to(dtype)
+    return model.to_empty(device=device)
+
+
 def bridge(
     layer: Layer, following: Layer, x: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -305,9 +312,7 @@ class WeightLoader:
 
     def __init__(self, spec: ModelSpec, what: str, options: LoadOptions) -> None:
         self.what, self.spec, self.report = what, spec, options.report
-        with torch.device("meta"):
-            self.model = Decoder(spec)
-        self.model.to(options.dtype).to_empty(device=options.device)
+        self.model = empty_decoder(spec, options.device, options.dtype)
         self.targets = dict(self.model.named_parameters())
         self.missing = dict.fromkeys(self.targets)
         self.loaded, self.total = 0, sum(target.numel() for target in self.targets.values())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from assay.models.base import LoadOptions, LoadReport, PolicyModel
-from assay.models.decoder import Decoder, WeightLoader
+from assay.models.decoder import Decoder, WeightLoader, empty_decoder
 from assay.models.fallback import BYTES, load_fallback, reporting_bar
 from assay.models.gguf import is_gguf, load_gguf
 from assay.models.spec import FAMILIES, ModelSpec, spec_from_hf
@@ -101,9 +101,7 @@ def empty_model(folder: Path, device: str | torch.device, dtype: torch.dtype) ->
     spec = spec_from_hf(read_json(folder / "config.json", f"'{folder}' has no config.json"))
     if spec is None:
         return None
-    with torch.device("meta"):
-        model = Decoder(spec).to(dtype)
-    model.to_empty(device=device)
+    model = empty_decoder(spec, device, dtype)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
@@ -244,9 +242,6 @@ def preset(name: str, vocab_size: int, max_length: int) -> ModelSpec:
 
 def build_preset(name: str, vocab_size: int, max_length: int, seed: int) -> Decoder:
     """A preset with random weights, which depend on the seed only."""
-    spec = preset(name, vocab_size, max_length)
-    with torch.device("meta"):  # the layers' own random initialisation would be thrown away
-        model = Decoder(spec)
-    model.to_empty(device="cpu")
+    model = empty_decoder(preset(name, vocab_size, max_length), "cpu")
     model.initialise(seed)
     return model

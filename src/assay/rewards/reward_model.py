@@ -65,14 +65,10 @@ class RewardModelJudge(JudgeModel):
         """Return one verdict per (completion, gold answer, fields), in order. Equal ones are computed once."""
         conversations = [conversation_of(item) for item in items]
         keys = [str(conversation) for conversation in conversations]
-        known: dict[str, Outputs] = {}
-        wanted: dict[str, Conversation] = {}
-        for key, conversation in zip(keys, conversations, strict=True):
-            stored = self._stored(conversation) if key not in known and key not in wanted else None
-            if stored is not None:
-                known[key] = stored
-            elif key not in known:
-                wanted[key] = conversation
+        different = dict(zip(keys, conversations, strict=True))
+        stored = {key: self._stored(conversation) for key, conversation in different.items()}
+        known: dict[str, Outputs] = {key: outputs for key, outputs in stored.items() if outputs is not None}
+        wanted = {key: conversation for key, conversation in different.items() if key not in known}
         self.cached += sum(key in known for key in keys)
         if report is not None:
             report(len(known), len(items))
