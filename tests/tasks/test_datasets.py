@@ -63,18 +63,6 @@ def test_conversion_of_a_row(tmp_path):
     assert kept.solution == "Two crates hold 2*1,200 = <<2*1200=2400>>2,400 nails.\nThe final answer is \\boxed{2400}."
 
 
-def test_validation_is_carved_from_train(tmp_path):
-    task = make_task("gsm8k", folder(tmp_path), val_size=10)
-    train, validation = task.prompts("train"), task.prompts("validation")
-    ids = {prompt.id for prompt in train} | {prompt.id for prompt in validation}
-    assert (len(train), len(validation), len(ids)) == (20, 10, 30)
-    assert ids == {f"gsm8k/train/{number}" for number in range(30)}
-    again = make_task("gsm8k", str(tmp_path), val_size=10)
-    assert list(again.prompts("validation")) == list(validation)
-    other = make_task("gsm8k", str(tmp_path), val_size=10, seed=1)
-    assert {p.id for p in other.prompts("validation")} != {p.id for p in validation}
-
-
 def test_hub_datasets_of_gsm8k(monkeypatch):
     requested = []
 
