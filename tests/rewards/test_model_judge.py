@@ -251,7 +251,8 @@ def test_the_key_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_failure_is_a_status(reply: Any, status: Status, detail: str) -> None:
     with judging(reply, timeout_s=0.1 if status is Status.TIMEOUT else 5) as (_, judge):
         verdict = judge_text(judge, "a")
-        assert verdict.status is status and detail in verdict.detail and verdict.parts == {}
+        assert verdict.status is status and detail in verdict.detail
+        assert verdict.reward == 0.0 and verdict.parts == {}
 
 
 def test_one_failure_leaves_the_other_verdicts_alone() -> None:

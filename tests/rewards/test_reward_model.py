@@ -68,16 +68,16 @@ def classify_reply(outputs: list[float]) -> dict[str, Any]:
 
 
 def test_the_reward_is_the_score_of_the_model_in_its_own_process(
-    folder: Path, logits: list[float], tmp_path: Path
+    folder: Path, logits: list[float], started: RewardModelJudge, tmp_path: Path
 ) -> None:
     cfg = settings(model=str(folder), cache=str(tmp_path / "cache"), threshold=sum(sorted(logits)[:2]) / 2)
-    with RewardModelJudge(cfg) as judge:
-        reported: list[int] = []
-        verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
-        assert [one.reward for one in verdicts] == pytest.approx([*logits, logits[0]], abs=1e-5)
-        assert [one.parts["score"] for one in verdicts] == [one.reward for one in verdicts]
-        assert sum(one.status is Status.OK for one in verdicts[:3]) == 2 and judge.judged == 3  # equal ones once
-        assert reported == [0, 4]
+    judge, reported = RewardModelJudge(cfg), list[int]()
+    judge.process = started.process
+    verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
+    assert [verdict.reward for verdict in verdicts] == pytest.approx([*logits, logits[0]], abs=1e-5)
+    assert [verdict.parts["score"] for verdict in verdicts] == [verdict.reward for verdict in verdicts]
+    assert sum(verdict.status is Status.OK for verdict in verdicts[:3]) == 2 and judge.judged == 3  # equal ones once
+    assert reported == [0, 4]
     with RewardModelJudge(cfg) as again:
         assert again.judge(items(again)) == verdicts[:3]
         assert again.process.worker is None and again.cached == 3  # no process was started
