@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from assay.build.trust import guard_run
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
-from assay.envs.base import StepLimit, is_message
+from assay.envs.base import StepLimit
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.resolve import find_run
+from assay.tasks.base import is_message
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 if TYPE_CHECKING:  # torch is imported when a run is built

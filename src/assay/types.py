@@ -233,7 +233,7 @@ class Completion:
 
     @property
     def appended(self) -> list[Any]:
-        """What follows the context in a sequence: token ids, or a text (see `assay.text.message_renderer`)."""
+        """What follows the context in a sequence: token ids, or a text (see `assay.text.render`)."""
         return self.token_ids if self.text is None else [self.text]
 
     @property

@@ -1,19 +1,33 @@
-"""The built-in loss terms: policy loss (also user-defined), dual clip, replay, reference KL, entropy bonus."""
+"""Loss terms and policy losses, sequence ratios and covariance control, against closed forms and loops."""
 
 from __future__ import annotations
 
 import math
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from assay.algos.batch import LossBatch, metrics
 from assay.algos.recipes import RECIPES, make_algorithm
-from assay.algos.terms import EntropyControl
+from assay.algos.terms import (
+    LOSSES,
+    EntropyControl,
+    cispo,
+    clip_cov,
+    dual_clip,
+    kl_cov,
+    over_sequences,
+    ppo_clip,
+    reinforce,
+    sequence_logprobs,
+)
 from assay.types import UserError
 
 
@@ -148,3 +162,203 @@ def test_adaptive_entropy_coefficient_follows_the_target_and_is_restored_by_load
     assert algo.needs.entropy_gradient and not make_algorithm("grpo", entropy_target=0.2).needs.entropy_gradient
     assert make_algorithm("grpo", entropy_target=0.2).needs.every_rollout  # the controller follows their entropy
     assert make_algorithm("grpo").state_dict() == {} and make_algorithm("grpo").end_step(1, [], {}) == {}
+
+
+def column(values: list[float], grad: bool = False) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
+
+
+def ppo_value_and_slope(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
+    """Loss and d loss / d logprob, case by case: outside the range on the rewarding side, the gradient is gone."""
+    if advantage > 0 and ratio > 1 + high:
+        return -(1 + high) * advantage, 0.0
+    if advantage < 0 and ratio < 1 - low:
+        return -(1 - low) * advantage, 0.0
+    return -ratio * advantage, -ratio * advantage
+
+
+@settings(max_examples=30)
+@given(
+    tokens=st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=8),  # (log-ratio, advantage)
+    low=st.floats(0, 0.9),
+    high=st.floats(0, 2),
+)
+def test_ppo_clip_value_gradient_and_statistics(tokens: list[tuple[float, float]], low: float, high: float) -> None:
+    # the kink itself has no unique gradient
+    tokens = [t for t in tokens if min(abs(math.exp(t[0]) - 1 + low), abs(math.exp(t[0]) - 1 - high)) > 1e-9]
+    behaviour = column([-1.0] * len(tokens))
+    logprobs = column([log_ratio - 1.0 for log_ratio, _ in tokens], grad=True)
+    losses, stats = ppo_clip(logprobs, behaviour, column([a for _, a in tokens]), low, high)
+    losses.sum().backward()
+    expected = [ppo_value_and_slope(math.exp(log_ratio), a, low, high) for log_ratio, a in tokens]
+    assert losses.tolist() == pytest.approx([value for value, _ in expected], abs=1e-12)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([slope for _, slope in expected], abs=1e-12)
+    clipped = [slope == 0.0 and a != 0 for (_, slope), (_, a) in zip(expected, tokens, strict=True)]
+    assert stats["clip_fraction"].tolist() == clipped
+    assert stats["clip_low_fraction"].tolist() == [c and a < 0 for c, (_, a) in zip(clipped, tokens, strict=True)]
+    assert stats["clip_high_fraction"].tolist() == [c and a > 0 for c, (_, a) in zip(clipped, tokens, strict=True)]
+
+
+@settings(max_examples=30)
+@given(
+    tokens=st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=8),  # (log-ratio, advantage)
+    limit=st.floats(1.1, 15),
+)
+def test_dual_clip_limits_the_ratio_of_negative_advantages(tokens: list[tuple[float, float]], limit: float) -> None:
+    """max(min(q A, clip(q) A), limit A) where A < 0, and the gradient of whichever branch that is."""
+    kinks = (0.8, 1.28, limit)
+    tokens = [t for t in tokens if min(abs(math.exp(t[0]) - kink) for kink in kinks) > 1e-9]
+    logprobs = column([log_ratio for log_ratio, _ in tokens], grad=True)
+    advantages = column([a for _, a in tokens])
+    losses, limited = dual_clip(
+        ppo_clip(logprobs, column([0.0] * len(tokens)), advantages, 0.2, 0.28)[0], advantages, limit
+    )
+    losses.sum().backward()
+    expected = []
+    for log_ratio, a in tokens:
+        if a < 0 and math.exp(log_ratio) > limit:
+            expected.append((-limit * a, 0.0))
+        else:
+            expected.append(ppo_value_and_slope(math.exp(log_ratio), a, 0.2, 0.28))
+    assert losses.tolist() == pytest.approx([value for value, _ in expected], abs=1e-12)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([slope for _, slope in expected], abs=1e-12)
+    assert limited.tolist() == [a < 0 and math.exp(log_ratio) > limit for log_ratio, a in tokens]
+
+
+@settings(max_examples=30)
+@given(tokens=st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=8), high=st.floats(0, 5))
+def test_cispo_weights_by_the_clipped_ratio_and_keeps_all_gradients(
+    tokens: list[tuple[float, float]], high: float
+) -> None:
+    logprobs = column([log_ratio - 1.0 for log_ratio, _ in tokens], grad=True)
+    losses, stats = cispo(logprobs, column([-1.0] * len(tokens)), column([a for _, a in tokens]), 0.5, high)
+    losses.sum().backward()
+    weights = [min(max(math.exp(log_ratio), 0.5), 1 + high) for log_ratio, _ in tokens]
+    expected = [-w * a * (log_ratio - 1) for w, (log_ratio, a) in zip(weights, tokens, strict=True)]
+    assert losses.tolist() == pytest.approx(expected, abs=1e-12)
+    assert logprobs.grad is not None
+    slopes = [-w * a for w, (_, a) in zip(weights, tokens, strict=True)]
+    assert logprobs.grad.tolist() == pytest.approx(slopes, abs=1e-12)
+    outside = [not 0.5 <= math.exp(log_ratio) <= 1 + high for log_ratio, _ in tokens]
+    assert sum(stats["clip_fraction"].tolist()) == pytest.approx(sum(outside), abs=1)  # rounding at the very bounds
+
+
+def test_on_policy_ppo_has_the_gradient_of_reinforce() -> None:
+    advantages = column([0.7, -1.3, 0.0, 2.0])
+    slopes = []
+    for loss in (reinforce, ppo_clip, cispo):
+        logprobs = column([-0.1, -2.0, -3.0, -0.5], grad=True)
+        loss(logprobs, logprobs.detach().clone(), advantages, 0.2, 0.2)[0].sum().backward()
+        slopes.append(logprobs.grad)
+    torch.testing.assert_close(slopes[0], -advantages)
+    torch.testing.assert_close(slopes[0], slopes[1])
+    torch.testing.assert_close(slopes[0], slopes[2])
+
+
+def test_infinite_clip_bounds_give_the_unclipped_ratio() -> None:
+    log_ratios, advantages = column([2.0, -2.0, 1.0]), column([1.0, -1.0, -1.0])
+    losses, stats = ppo_clip(log_ratios, column([0.0] * 3), advantages, math.inf, math.inf)
+    torch.testing.assert_close(losses, -log_ratios.exp() * advantages)
+    assert not stats["clip_fraction"].any()
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
+    logprobs = torch.tensor([0.0, -500.0], requires_grad=True)
+    losses, _ = LOSSES[name](logprobs, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, -1.0]), 0.2, 0.2)
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    assert losses.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
+LENGTHS = [3, 1, 0, 5, 2]
+
+
+def random_tokens(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Tensor, list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    behaviour = -2 + torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    logprobs = behaviour + spread * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64).tolist()
+    return logprobs.requires_grad_(), behaviour, advantages
+
+
+def gspo_by_sequences(logprobs: Tensor, behaviour: Tensor, advantages: list[float], low: float, high: float) -> Tensor:
+    """The paper's objective: each sequence has one ratio, which is differentiated as it stands."""
+    terms, start = [], 0
+    for length, advantage in zip(LENGTHS, advantages, strict=True):
+        if length:
+            at = slice(start, start + length)
+            ratio = torch.exp((logprobs[at] - behaviour[at]).sum() / length)
+            held = ratio.clamp(1 - low, 1 + high)
+            terms.append(-torch.minimum(ratio * advantage, held * advantage))
+        start += length
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_gspo_equals_ppo_with_sequence_ratios(seed: int) -> None:
+    logprobs, behaviour, advantages = random_tokens(seed)
+    expected = gspo_by_sequences(logprobs, behaviour, advantages, 0.05, 0.1)
+    (expected_slope,) = torch.autograd.grad(expected, logprobs)
+    counts = torch.tensor(LENGTHS)
+    weights = (1 / (4 * counts.clamp(min=1))).double().repeat_interleave(counts)
+    each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(counts)
+    losses, stats = ppo_clip(sequence_logprobs(logprobs, behaviour, LENGTHS), behaviour, each, 0.05, 0.1)
+    total = (weights * losses).sum()
+    (slope,) = torch.autograd.grad(total, logprobs)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(slope, expected_slope)
+    clipped = stats["clip_fraction"]
+    assert all(part.all() or not part.any() for part in clipped.split(LENGTHS))  # a sequence is clipped as one
+    assert 0 < clipped.sum() < len(clipped)
+
+
+def test_sequence_reductions_of_an_empty_batch() -> None:
+    nothing = torch.zeros(0)
+    assert over_sequences(nothing, [], torch.mean).tolist() == []
+    assert over_sequences(nothing, [0, 0], torch.sum).tolist() == []
+    with pytest.raises(AssertionError, match="whole"):
+        over_sequences(torch.ones(3), [2], torch.sum)
+
+
+def tokens(count: int = 200, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = random.Random(seed)
+    values = [(-abs(draw.gauss(0, 2)), draw.gauss(0, 1)) for _ in range(count)]
+    return torch.tensor([v[0] for v in values]).double(), torch.tensor([v[1] for v in values]).double()
+
+
+def by_hand(logprobs: torch.Tensor, advantages: torch.Tensor) -> list[float]:
+    one, other = logprobs.tolist(), advantages.tolist()
+    mean, mean_advantage = sum(one) / len(one), sum(other) / len(other)
+    return [(x - mean) * (a - mean_advantage) for x, a in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.03, 0.5, 1.0])
+def test_kl_cov_selects_the_largest_covariances(fraction: float) -> None:
+    logprobs, advantages = tokens()
+    values = by_hand(logprobs, advantages)
+    count = max(int(fraction * 200), 1)
+    largest = sorted(range(200), key=lambda i: -values[i])[:count]
+    marked = kl_cov(logprobs, advantages, fraction, 0.0, 0.0)
+    assert {i for i, chosen in enumerate(marked.tolist()) if chosen} == set(largest)
+
+
+def test_clip_cov_samples_within_the_bounds() -> None:
+    logprobs, advantages = tokens()
+    values = by_hand(logprobs, advantages)
+    within = {i for i, value in enumerate(values) if 0.5 <= value <= 2.0}
+    marked = clip_cov(logprobs, advantages, 0.05, 0.5, 2.0)
+    chosen = {i for i, one in enumerate(marked.tolist()) if one}
+    assert chosen < within and len(chosen) == 10
+    assert chosen != set(sorted(within)[:10])  # drawn, not the first ones
+    assert clip_cov(logprobs, advantages, 0.05, 0.5, 2.0).equal(marked)  # and the same when a run is resumed
+    assert set(clip_cov(logprobs, advantages, 1.0, 0.5, 2.0).nonzero().squeeze(1).tolist()) == within
+    assert not clip_cov(logprobs, advantages, 0.5, 1e6, 1e7).any()
+
+
+@pytest.mark.parametrize("choose", [kl_cov, clip_cov])
+def test_covariance_selection_of_no_tokens_is_empty(choose) -> None:
+    assert choose(torch.zeros(0), torch.zeros(0), 0.1, 0.0, 1.0).tolist() == []

@@ -70,14 +70,20 @@ def problem(path: str, body: Any) -> str:
 
 
 class StubEndpoint(ThreadingHTTPServer):
-    """Answers with `answering(body)`. `faults`: what the first requests get instead, in order."""
+    """Answers with `answering(body)`. `faults`: what the first requests get instead, in order.
+
+    `plain`: requests of any path and form are accepted, and an answer is sent as it is.
+    """
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, answering: Answering, key: str = "", faults: tuple[Fault, ...] = ()) -> None:
+    def __init__(
+        self, answering: Answering, key: str = "", faults: tuple[Fault, ...] = (), plain: bool = False
+    ) -> None:
         super().__init__(("127.0.0.1", 0), StubHandler)
-        self.answering, self.key, self.faults = answering, key, list(faults)
+        self.answering, self.key, self.faults, self.plain = answering, key, list(faults), plain
+        self.paths: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.times: list[float] = []
         self.problems: list[str] = []
@@ -116,12 +122,15 @@ class StubHandler(BaseHTTPRequestHandler):
             if self.server.key and self.headers.get("authorization") != f"Bearer {self.server.key}":
                 sent = self.headers.get("authorization", "nothing")
                 return self.send(401, message(f"Incorrect API key provided: {sent}"))
-            if wrong := problem(self.path, body):
+            self.server.paths.append(self.path)
+            if wrong := "" if self.server.plain else problem(self.path, body):
                 self.server.problems.append(wrong)
                 return self.send(404 if "path" in wrong else 400, message(wrong))
             reply = fault or self.server.answering(body)
             if isinstance(reply, Fault):
                 return self.send_fault(reply)
+            if self.server.plain:
+                return self.send(200, reply)
             choice = {"text": reply} if isinstance(reply, str) else reply
             if body.get("stream"):
                 return self.send_stream(body, choice["text"])
@@ -178,8 +187,10 @@ def regular_answer(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, An
 
 
 @contextmanager
-def stub_endpoint(answering: Answering, key: str = "", faults: tuple[Fault, ...] = ()) -> Iterator[StubEndpoint]:
-    server = StubEndpoint(answering, key, faults)
+def stub_endpoint(
+    answering: Answering, key: str = "", faults: tuple[Fault, ...] = (), plain: bool = False
+) -> Iterator[StubEndpoint]:
+    server = StubEndpoint(answering, key, faults, plain)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

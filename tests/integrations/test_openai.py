@@ -18,7 +18,7 @@ from assay.engine import Failed, Finished, Request, RequestError, SamplingParams
 from assay.engine.client import connect, generate, run_sync
 from assay.integrations.openai import OpenAIEngine, sample_seed
 from assay.system import openai_client as client_module
-from assay.text.message_renderer import MessageRenderer
+from assay.text.render import MessageRenderer
 from assay.types import Finish, Prompt, UserError
 
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.5)

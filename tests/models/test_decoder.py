@@ -55,7 +55,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case, make_hf, logit_difference, tmp_path):
+def test_logits_and_gradients_equal_transformers(case, make_hf, logit_difference, tmp_path):
     family, scaling, changes = CASES[case]
     hf = make_hf(family, scaling, **changes)
     hf.save_pretrained(tmp_path)
@@ -66,14 +66,6 @@ def test_logits_equal_transformers(case, make_hf, logit_difference, tmp_path):
     )
     assert logit_difference(model, hf) < 1e-4
     assert logit_difference(model, hf, lengths=[9, 9]) < 1e-4  # equal lengths take the path without padding
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_equal_transformers(case, make_hf, tmp_path):
-    family, scaling, changes = CASES[case]
-    hf = make_hf(family, scaling, **changes)
-    hf.save_pretrained(tmp_path)
-    model = load_model(str(tmp_path))
     ids = torch.arange(12) % 7
     hf(input_ids=ids[None]).logits.logsumexp(-1).sum().backward()
     model.unembed(model.hidden(ids, [12])).logsumexp(-1).sum().backward()

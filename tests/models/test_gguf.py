@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from assay.models import Decoder, load_model, spec_from_hf
+from assay.models.base import LoadOptions
 from assay.models.decoder import llama3_frequencies, rope_frequencies
 from assay.models.fallback import load_fallback
 from assay.types import UserError
@@ -264,7 +265,7 @@ def test_transformers_reads_a_file_with_accelerate(make_hf, logit_difference, tm
     pytest.importorskip("accelerate", reason="the extra gguf is not installed")
     hf = make_hf("llama")
     write_gguf(tmp_path / "m.gguf", hf, "llama")
-    model = load_fallback(tmp_path, device="cpu", dtype=torch.float32, gguf_file="m.gguf")
+    model = load_fallback(tmp_path, LoadOptions("cpu", torch.float32), "m.gguf")
     assert logit_difference(model, hf) < 1e-4
 
 
@@ -311,7 +312,7 @@ def test_gemma3_equals_transformers(real_models):
     path = real_model(real_models, "gemma-3-270m.q4_k_m.gguf")
     model = load_model(str(path))
     assert isinstance(model, Decoder) and model.vocab_size == 262_144 and model.max_length == 32_768
-    hf = load_fallback(path.parent, device="cpu", dtype=torch.float32, gguf_file=path.name)
+    hf = load_fallback(path.parent, LoadOptions("cpu", torch.float32), path.name)
     theirs = dict(hf.weights())
     assert all(torch.equal(weight, theirs.pop(name)) for name, weight in model.weights()) and not theirs
     ids = torch.tensor([2, 818, 5279, 529, 7001, 563])  # <bos>The capital of France is

@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what is merged, and that PEFT reads the same model from what we save."""
+"""Adapters, also on quantized layers: what is trained, what is merged, and that PEFT reads what we save."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.models import HFModel, Lora, PolicyModel, load_adapter, load_model, save_adapter, save_model
 from assay.models.base import fingerprint
+from assay.models.quantize import BLOCK, quantized_layers
 from assay.types import UserError
 
 IDS, LENGTHS = torch.randint(61, (30,), generator=torch.Generator().manual_seed(0)), [11, 4, 15]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+LINEAR = 7 * 2  # linear layers of the two decoder layers
 FAMILIES = {
     "qwen2": {},
     "llama": {"tie_word_embeddings": True},
@@ -223,6 +225,50 @@ def test_adapters_of_earlier_checkpoints_name_their_base_in_the_weights(base: Lo
     save_file(load_file(weights), weights, {"format": "pt", "base": "another"})
     with pytest.raises(UserError, match="other base weights"):
         load_adapter(adapt(base()), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma"])
+def test_gradients_of_adapters_are_those_on_the_dequantized_base(base: Loader, family: str) -> None:
+    policy, plain = adapt(quantized(base(family))), adapt(dequantized(quantized(base(family))))
+    assert len(list(quantized_layers(policy.network))) == LINEAR and not plain.quantized
+    assert difference(logits(policy), logits(plain)) < 1e-12
+    assert difference(logits(policy), logits(adapt(base(family)))) > 0.01  # quantization matters
+    for model in (policy, plain):
+        logits(model).square().sum().backward()
+    ours = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert ours.keys() == theirs.keys() == {n for n, p in policy.named_parameters() if p.requires_grad}
+    assert len(ours) == 2 * LINEAR
+    for name, gradient in ours.items():
+        assert torch.allclose(gradient, theirs[name], rtol=1e-9, atol=1e-9), name
+
+
+def test_layers_without_adapters_are_quantized_too(base: Loader, tmp_path: Path) -> None:
+    policy = adapt(quantized(base()), targets=["q_proj"])
+    assert len(list(quantized_layers(policy.network))) == LINEAR
+    assert sum(p.requires_grad for p in policy.parameters()) == 2 * 2
+    save_model(policy, tmp_path / "merged")
+    assert difference(logits(load_model(str(tmp_path / "merged"), dtype=torch.float64)), logits(policy)) < 1e-10
+
+
+def test_weights_are_counted_as_before_and_take_an_eighth_of_float32(base: Loader) -> None:
+    plain, policy = base(dtype=torch.float32), quantized(base(dtype=torch.float32))
+    assert policy.parameter_count == plain.parameter_count == sum(p.numel() for p in plain.parameters())
+    linear = sum(m.weight.numel() for n, m in plain.named_modules() if isinstance(m, nn.Linear) and "layers" in n)
+    assert plain.weight_bytes - policy.weight_bytes == linear * 4 - linear // 2 - linear // BLOCK * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_saved_for_a_base_that_is_loaded_again(base: Loader, tmp_path: Path, dtype: torch.dtype) -> None:
+    """As in a resumed run: the dequantized base is saved in its dtype, loaded, and quantized again."""
+    policy = adapt(quantized(base(dtype=dtype)))
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    save_adapter(policy, tmp_path / "adapter")
+    with policy.adapters_off():
+        save_model(policy, tmp_path / "base")
+    again = adapt(quantized(load_model(str(tmp_path / "base"), dtype=dtype)), trained=False)
+    load_adapter(again, tmp_path / "adapter")
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.peer

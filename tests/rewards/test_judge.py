@@ -80,12 +80,6 @@ def test_failed_verdicts_keep_their_status() -> None:
     assert failed_verdict(mix, Status.ERROR, "broken").reward == 0.0
 
 
-def test_mixed_reward_in_a_pool() -> None:
-    with JudgePool(RewardMix(MathJudge(), unparsable=-1.0), workers=1) as pool:
-        verdicts = pool.judge([(r"\boxed{5}", "5", {}), ("5", "5", {})])
-    assert [v.reward for v in verdicts] == [1.0, -1.0]
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [({"correct": math.nan}, "correct"), ({"target_length": 0}, "target_length"), ({"format_pattern": "("}, "pattern")],

@@ -1,6 +1,7 @@
+"""Judging in worker processes, and the rewards of a model added to those of verifiers."""
+
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_tree import descendants, ended, gone
+from process_tree import descendants, gone
+from stub_endpoint import Fault, message, stub_endpoint
 
-from assay.rewards import CodeJudge, FunctionJudge, JudgePool, MathJudge, RewardMix
-from assay.rewards.pool import Item, parse_verdict
+from assay.config import JudgeConfig
+from assay.rewards import CodeJudge, FunctionJudge, JudgePanel, JudgePool, MathJudge, RewardMix
+from assay.rewards.model_judge import ModelJudge
+from assay.rewards.pool import parse_verdict
 from assay.system.pipe_messages import BadMessage
-from assay.types import Status, UserError, Verdict
-
-GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))
+from assay.types import Prompt, Status, UserError, Verdict
 
 
 @pytest.fixture
@@ -44,18 +46,6 @@ def test_verdicts_have_the_order_of_the_items() -> None:
             verdicts = pool.judge([(f"#### {i}", str(i if i % 3 else -i - 1), {}) for i in range(size)])
             assert [v.parsed for v in verdicts] == [str(i) for i in range(size)]
             assert [v.correct for v in verdicts] == [bool(i % 3) for i in range(size)]
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder: set ASSAY_GSM8K")
-def test_all_gsm8k_gold_answers_score_one() -> None:
-    lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text().splitlines()]
-    answers = [json.loads(line)["answer"] for line in lines]
-    assert len(answers) == 7473 + 1319
-    items: list[Item] = [(answer, answer.rpartition("####")[2].strip(), {}) for answer in answers]
-    boxed: list[Item] = [(rf"\boxed{{{gold.replace(',', '')}}}", gold, {}) for _, gold, _ in items]
-    with JudgePool(MathJudge("hash"), workers=2) as pool:
-        assert all(v.reward == 1.0 and v.correct for v in pool.judge(items))
-    assert all(MathJudge()(*item).correct for item in boxed)
 
 
 HOSTILE = [
@@ -238,46 +228,20 @@ from assay.rewards import JudgePool, FunctionJudge
 print("script starts", flush=True)
 pool = JudgePool(FunctionJudge(sys.argv[1]), workers=2)
 print(all(v.correct for v in pool.judge([("", "", {})] * 20)), flush=True)
-if sys.argv[2] == "wait":
-    sys.stdin.read()
 """
-
-
-def run_script(tmp_path: Path, mode: str) -> subprocess.Popen[str]:
-    (tmp_path / "mine.py").write_text(
-        "import os, time\ndef reward(completion, answer):\n    time.sleep(0.02)\n    return 1"
-    )
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), f"{tmp_path / 'mine.py'}:reward", mode]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_scripts_need_no_main_guard_and_leave_no_workers(tmp_path: Path) -> None:
     """Without `if __name__ == "__main__"` and close(), the script runs once and its workers end with it."""
-    script = run_script(tmp_path, "end")
-    output, _ = script.communicate(timeout=60)
-    assert script.returncode == 0 and output.splitlines() == ["script starts", "True"]
+    (tmp_path / "mine.py").write_text("import time\ndef reward(c, a):\n    time.sleep(0.02)\n    return 1")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), f"{tmp_path / 'mine.py'}:reward"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["script starts", "True"]
     assert gone(str(tmp_path))
 
 
-def test_workers_end_if_their_parent_is_killed(tmp_path: Path) -> None:
-    script = run_script(tmp_path, "wait")
-    assert script.stdout is not None and script.stdin is not None
-    assert [script.stdout.readline() for _ in range(2)][1] == "True\n"
-    processes = descendants(script.pid)
-    assert len(processes) >= 4  # two workers with their supervisors
-    script.send_signal(signal.SIGKILL)
-    script.wait()
-    assert ended(processes)
-    script.stdin.close()
-    script.stdout.close()
-
-
 VALID = {"reward": 1.0, "status": "ok", "parsed": None, "parts": {"accuracy": 1.0}, "detail": ""}
-
-
-def test_valid_verdict_message_is_parsed() -> None:
-    assert parse_verdict(VALID) == Verdict(1.0, Status.OK, None, {"accuracy": 1.0}, "")
 
 
 @pytest.mark.parametrize(
@@ -308,3 +272,63 @@ def test_the_time_limit_of_programs_must_fit_into_that_of_judging():
         assert "\n" not in str(raised.value)
         JudgePool(judge, workers=1, timeout_s=6.0).close()
         JudgePool(judge, workers=0, timeout_s=5.0).close()  # has no time limit
+
+
+PROMPT = Prompt("p", ({"role": "user", "content": "2 + 2?"},), "4")
+
+
+def reply(body: dict[str, Any]) -> Any:
+    text = body["messages"][0]["content"].partition("<answer>")[2]
+    return Fault(400, message("no")) if "fail" in text else "5" if "nice" in text else "2"
+
+
+def judged(texts: list[str], panel: Callable[[ModelJudge], JudgePanel]) -> list[Verdict]:
+    with stub_endpoint(reply) as server:
+        model = ModelJudge(JudgeConfig(url=server.url, model="m", rubric="Be nice.", cache="", retries=0))
+        with panel(model) as judges:
+            (verdicts,) = judges.judge_groups([(texts, PROMPT.answer, judges.fields(PROMPT))])
+            alone = judges.judge([(text, PROMPT.answer, judges.fields(PROMPT)) for text in texts])
+            assert [one.reward for one in alone if one.status is Status.ERROR] in ([], [0.0])
+            assert [one for one in alone if one.status is not Status.ERROR] == [
+                one for one in verdicts if one.status is not Status.ERROR
+            ]
+            return verdicts
+
+
+def verifiers(weight: float = 1.0) -> JudgePool:
+    judge = RewardMix(MathJudge("hash"), wrong=-1.0, weights=(weight,), names=("task",))
+    return JudgePool(judge, workers=0)
+
+
+def test_the_verifier_decides_the_status_and_the_model_adds_to_the_reward() -> None:
+    texts = ["nice #### 4", "rude #### 4", "nice #### 5", "fail #### 4"]
+    right, rude, wrong, failed = judged(texts, lambda model: JudgePanel(model, 0.5, verifiers(2.0)))
+    assert (right.reward, rude.reward, wrong.reward) == (2 + 0.5, 2 + 0.5 * 0.25, -2 + 0.5)
+    assert [v.status for v in (right, rude, wrong)] == [Status.OK, Status.OK, Status.WRONG]
+    assert right.parsed == "4" and (right.parts["task"], right.parts["judge"], right.parts["score"]) == (1, 1, 5)
+    assert failed.status is Status.ERROR and failed.detail.startswith("judge: ") and "judge" not in failed.parts
+    assert failed.parts["task"] == 1.0
+    assert failed.reward == 0.0  # which no rollout is trained with
+
+
+def test_the_model_decides_the_status_if_it_comes_first() -> None:
+    texts = ["nice #### 4", "rude #### 4"]
+    nice, rude = judged(texts, lambda model: JudgePanel(model, 1.0, verifiers(), RewardMix(model, correct=10.0)))
+    assert (nice.reward, rude.reward) == (1 + 10, 1 + 2.5)
+    assert (nice.status, rude.status, nice.parsed) == (Status.OK, Status.WRONG, "5")
+
+
+def test_the_model_alone() -> None:
+    nice, failed = judged(["nice", "fail"], lambda model: JudgePanel(model, 3.0, mix=RewardMix(model)))
+    assert nice.reward == 3.0 and nice.parts["judge"] == 1.0
+    assert failed.status is Status.ERROR and "answered 400" in failed.detail
+
+
+class BrokenJudge:
+    def __call__(self, completion: str, answer: str, fields: Any) -> Verdict:
+        raise ValueError("boom")
+
+
+def test_a_verifier_that_fails_is_a_status() -> None:
+    (verdict,) = judged(["nice"], lambda model: JudgePanel(model, 1.0, JudgePool(BrokenJudge(), workers=0)))
+    assert verdict.status is Status.ERROR and "boom" in verdict.detail and verdict.reward == 0.0

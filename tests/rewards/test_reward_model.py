@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reward_model_parts import ids_of, save_classifier, save_tokenizer, transformers_logits
+from stub_endpoint import Fault, message, stub_endpoint
 
 from assay.config import JudgeConfig
 from assay.rewards import JudgePanel, JudgePool, MathJudge, RewardMix
 from assay.rewards.model_judge import ModelJudge
-from assay.rewards.reward_model import RewardModelJudge, make_model_judge, outputs_in, reward_of, score_of
+from assay.rewards.reward_model import (
+    RewardModelJudge,
+    local_identity,
+    make_model_judge,
+    outputs_in,
+    reward_of,
+    score_of,
+)
+from assay.rewards.reward_model_worker import RewardModelProcess
 from assay.types import Prompt, Status, UserError
 
 PROMPT = Prompt("p", ({"role": "user", "content": "what is two plus two"},), "4")
@@ -56,81 +62,41 @@ def started(folder: Path) -> Iterator[RewardModelJudge]:
         yield judge
 
 
-class Server:
-    """Answers with outputs that `answer` returns for a request; keeps the requests."""
-
-    def __init__(self, answer: Callable[[str, dict[str, Any]], Any]) -> None:
-        self.requests: list[tuple[str, dict[str, Any]]] = []
-        requests = self.requests
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                requests.append((self.path, body))
-                reply = answer(self.path, body)
-                content = json.dumps({"error": {"message": "broken"}} if reply is None else reply).encode()
-                self.send_response(400 if reply is None else 200)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-
-
-@contextmanager
-def serving(answer: Callable[[str, dict[str, Any]], Any]) -> Iterator[Server]:
-    server = Server(answer)
-    thread = threading.Thread(target=server.http.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.http.shutdown()
-        server.http.server_close()
-        thread.join()
-
-
 def classify_reply(outputs: list[float]) -> dict[str, Any]:
     data = [{"index": 0, "label": "LABEL_0", "probs": outputs, "num_classes": len(outputs)}]
     return {"id": "classify-1", "object": "list", "data": data, "usage": USAGE}
 
 
 def test_the_reward_is_the_score_of_the_model_in_its_own_process(
-    folder: Path, logits: list[float], tmp_path: Path
+    folder: Path, logits: list[float], started: RewardModelJudge, tmp_path: Path
 ) -> None:
     cfg = settings(model=str(folder), cache=str(tmp_path / "cache"), threshold=sum(sorted(logits)[:2]) / 2)
-    with RewardModelJudge(cfg) as judge:
-        reported: list[int] = []
-        verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
-        assert [one.reward for one in verdicts] == pytest.approx([*logits, logits[0]], abs=1e-5)
-        assert [one.parts["score"] for one in verdicts] == [one.reward for one in verdicts]
-        assert sum(one.status is Status.OK for one in verdicts[:3]) == 2 and judge.judged == 3  # equal ones once
-        assert reported == [0, 4]
+    judge, reported = RewardModelJudge(cfg), list[int]()
+    judge.process = started.process
+    verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
+    assert [verdict.reward for verdict in verdicts] == pytest.approx([*logits, logits[0]], abs=1e-5)
+    assert [verdict.parts["score"] for verdict in verdicts] == [verdict.reward for verdict in verdicts]
+    assert sum(verdict.status is Status.OK for verdict in verdicts[:3]) == 2 and judge.judged == 3  # equal ones once
+    assert reported == [0, 4]
     with RewardModelJudge(cfg) as again:
         assert again.judge(items(again)) == verdicts[:3]
         assert again.process.worker is None and again.cached == 3  # no process was started
         assert "3 from the cache" in again.describe_usage()
-    with RewardModelJudge(cfg) as other:
-        os.utime(folder / "model.safetensors")  # another model in the same folder
-    with RewardModelJudge(cfg) as other:
-        other.judge(items(other))
-        assert other.cached == 0
+    before = local_identity(str(folder))  # part of the requests by which replies are cached
+    os.utime(folder / "model.safetensors")
+    assert local_identity(str(folder)) != before  # another model in the same folder
 
 
-@pytest.mark.parametrize("outputs", ["[NaN]", "[1e999]", "[1" + "0" * 400 + "]", '["1"]', "[true]", "[]"])
-def test_cached_outputs_that_are_not_finite_numbers_are_requested_again(tmp_path: Path, outputs: str) -> None:
-    with serving(lambda *_: classify_reply([0.25])) as server:
-        cfg = settings(model="rm", url=server.url, cache=str(tmp_path))
-        with RewardModelJudge(cfg) as judge:
-            (first,) = judge.judge(items(judge, ["a"]))
-            (file,) = tmp_path.rglob("*.json")
-            file.write_text(f'{{"outputs": {outputs}}}')
-            with pytest.warns(UserWarning, match="another form"):
-                assert judge.judge(items(judge, ["a"])) == [first]
-            assert first.reward == 0.25 and len(server.requests) == 2
+def test_cached_outputs_that_are_not_finite_numbers_are_requested_again(tmp_path: Path) -> None:
+    with stub_endpoint(lambda _: classify_reply([0.25]), plain=True) as server:
+        for number, outputs in enumerate(("[NaN]", "[1e999]", "[1" + "0" * 400 + "]", '["1"]', "[true]", "[]")):
+            with RewardModelJudge(settings(model="rm", url=server.url, cache=str(tmp_path / str(number)))) as judge:
+                (first,) = judge.judge(items(judge, ["a"]))
+                (file,) = (tmp_path / str(number)).rglob("*.json")
+                file.write_text(f'{{"outputs": {outputs}}}')
+                with pytest.warns(UserWarning, match="another form"):
+                    assert judge.judge(items(judge, ["a"])) == [first]
+                assert first.reward == 0.25 and len(server.requests) == 2 * number + 2
 
 
 def test_offset_factor_and_sigmoid_scale_the_score() -> None:
@@ -189,41 +155,48 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("with_v1", ["", "/v1"])
 def test_vllm_gets_the_messages_and_its_outputs_are_the_scores(tmp_path: Path, with_v1: str) -> None:
     scores = {"four": 1.5, "five": -2.0}
-    with serving(lambda _, body: classify_reply([scores[body["messages"][-1]["content"]]])) as server:
+    with stub_endpoint(lambda body: classify_reply([scores[body["messages"][-1]["content"]]]), plain=True) as server:
         cfg = settings(model="rm", url=server.url + with_v1, cache=str(tmp_path / "cache"), extra={"priority": 1})
         with RewardModelJudge(cfg) as judge:
             assert [one.reward for one in judge.judge(items(judge, ["four", "five", "four"]))] == [1.5, -2.0, 1.5]
             assert judge.usage.requests == 2 and judge.usage.prompt_tokens == 18
             judge.judge(items(judge, ["four"]))
         assert len(server.requests) == 2
-        for path, body in server.requests:
-            assert path == "/classify"
+        assert server.paths == ["/classify"] * 2
+        for body in server.requests:
             expected = {"model": "rm", "messages": talk(body["messages"][-1]["content"]), "priority": 1}
             assert body == expected | {"use_activation": False}
 
 
-@pytest.mark.parametrize(
-    ("api", "reply"),
-    [
-        ("pooling", {"data": [{"index": 0, "object": "pooling", "data": [[9.0], [0.25]]}], "usage": USAGE}),
-        ("sglang", {"embedding": 0.25, "meta_info": {"prompt_tokens": 9}}),
-    ],
-)
-def test_token_ids_are_sent_if_the_tokenizer_is_known(tmp_path: Path, api: str, reply: dict[str, Any]) -> None:
+def test_token_ids_are_sent_if_the_tokenizer_is_known(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     ids = ids_of("<user> what is two plus two <end> <assistant> four <end>")
-    with serving(lambda *_: reply) as server:
-        with RewardModelJudge(settings(model="rm", url=server.url, api=api, tokenizer=str(tmp_path))) as judge:
-            assert judge.judge(items(judge, ["four"]))[0].reward == 0.25
-            assert judge.usage.prompt_tokens == 9
-        ((path, body),) = server.requests
-        assert path == {"pooling": "/pooling"}.get(api, "/classify")
-        assert body["input_ids" if api == "sglang" else "input"] == ids and "messages" not in body
+    pooled = {"data": [{"index": 0, "object": "pooling", "data": [[9.0], [0.25]]}], "usage": USAGE}
+    embedded = {"embedding": 0.25, "meta_info": {"prompt_tokens": 9}}
+    with closing(
+        RewardModelProcess(str(tmp_path), "cpu", with_model=False)
+    ) as process:  # one for both: it takes seconds
+        for api, path, key, reply in (
+            ("pooling", "/pooling", "input", pooled),
+            ("sglang", "/classify", "input_ids", embedded),
+        ):
+            with stub_endpoint(lambda _, reply=reply: reply, plain=True) as server:
+                judge = RewardModelJudge(settings(model="rm", url=server.url, api=api, tokenizer=str(tmp_path)))
+                judge.process = process
+                assert judge.judge(items(judge, ["four"]))[0].reward == 0.25
+                assert judge.usage.prompt_tokens == 9
+                (body,) = server.requests
+                assert server.paths == [path] and body[key] == ids and "messages" not in body
+                judge.endpoint.close()
 
 
 def test_failures_of_the_endpoint_are_statuses() -> None:
-    replies = {"four": classify_reply([1.0]), "five": None, "very very nice four": {"data": [{"text": "no"}]}}
-    with serving(lambda _, body: replies[body["messages"][-1]["content"]]) as server:
+    replies = {
+        "four": classify_reply([1.0]),
+        "five": Fault(400, message("broken")),
+        "very very nice four": {"data": [{"text": "no"}]},
+    }
+    with stub_endpoint(lambda body: replies[body["messages"][-1]["content"]], plain=True) as server:
         with RewardModelJudge(settings(model="rm", url=server.url)) as judge:
             good, refused, garbage = judge.judge(items(judge))
         assert good.status is Status.OK and refused.status is garbage.status is Status.ERROR

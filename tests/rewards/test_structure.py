@@ -1,9 +1,22 @@
+"""Answers with parts, names of values, and sets of real numbers."""
+
 from __future__ import annotations
 
 import pytest
 
 from assay.rewards.numeric import Unreadable
-from assay.rewards.structure import MAX_PARTS, Structure, list_items, read_structure, same_structure
+from assay.rewards.structure import (
+    MAX_PARTS,
+    Structure,
+    is_function_value,
+    is_name,
+    list_items,
+    names_of,
+    read_real_set,
+    read_structure,
+    same_real_set,
+    same_structure,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +56,75 @@ def test_too_many_parts_are_not_compared() -> None:
     many = Structure("list", ("1",) * (MAX_PARTS + 1))
     with pytest.raises(Unreadable):
         same_structure(many, many, str.__eq__)
+
+
+NAMES = [
+    *("x", "a_{10}", "\\alpha", "y'", "\\bar{x}", "AB", "|AB|", "[ABC]", "|S|", "f(1)", "f^{-1}(3)", "P(A)"),
+    *("(x, y)", "\\cos \\theta", "\\lim_{x \\to 0} x", "\\deg p", "Total cost", "Number of ways", "\\angle ABC"),
+]
+NOT_NAMES = [
+    *("2x", "x + 1", "x^2", "|x|", "-x", "xy", "abc", "\\sin x", "\\sqrt{x}", "x(x + 1)", "3(x)", "(x + y, y)", "5"),
+    *("at most x", "x squared", "Half of the cost", "Square of the side", "Suppose x", "\\pi", ""),
+]
+
+
+@pytest.mark.parametrize(("sides", "named"), [(NAMES, True), (NOT_NAMES, False)])
+def test_sides_that_only_name_a_value(sides: list[str], named: bool) -> None:
+    assert [side for side in sides if is_name(side) is not named] == []
+
+
+def test_words_are_names_only_where_labels_are_allowed() -> None:
+    assert is_name("Total cost") and not is_name("Total cost", labels=False)
+
+
+def test_product_with_brackets_is_no_function_value() -> None:
+    assert is_function_value("f(x + 1)") and not is_function_value("k(k + 1)") and not is_function_value("(a)(b)")
+
+
+def test_names_are_compared_without_spaces_and_braces() -> None:
+    assert names_of("( x_{1} , y )") == ("x_1", "y") and names_of("a _ {n}") == ("a_n",)
+
+
+EQUAL = [
+    ("[0,\\infty) \\setminus \\{1\\}", "0 \\le x < 1 or x > 1"),
+    ("-x > -1", "(-\\infty, 1)"),
+    ("[0,1] \\cup [1,2]", "0 \\le t and t \\le 2"),
+    ("\\mathbb{R} \\setminus (0, 1]", "x \\le 0, x > 1"),  # no number fulfils both, so the comma means "or"
+    ("x > 0, x \\neq 1", "(0,1) \\cup (1,\\infty)"),
+    ("[\\sqrt{2}, \\infty) \\cap (-\\infty, 2)", "\\frac{2}{\\sqrt{2}} \\le x < 2"),
+    ("\\{1\\} \\cup (1,2)", "[1,2)"),
+    ("]1, 2[", "(1, 2]  \\setminus \\{2\\}"),
+]
+DIFFERENT = [
+    ("(0,1)", "(0,1]"),
+    ("x > 1.4142135623730950488016887", "(\\sqrt{2}, \\infty)"),
+    ("x < 1", "y < 1"),
+    ("x < 0 or x > 1", "x < 0 and x > 1"),
+    ("\\mathbb{R}", "\\mathbb{R} \\setminus \\{0\\}"),
+    ("x \\ge 0 \\cup \\{-1\\}", "x \\ge 0"),
+]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_sets_are_compared_by_their_elements(strict: bool) -> None:
+    assert [pair for pair in EQUAL if same_real_set(*pair, strict) is not True] == []
+    assert [pair for pair in DIFFERENT if same_real_set(*pair, strict) is not False] == []
+
+
+@pytest.mark.parametrize("text", ["(2, 1]", "[0, \\infty]", "2x < 1", "x^2 < 1", "x < y", "x > 0 or y > 0"])
+def test_texts_that_are_no_set_of_real_numbers(text: str) -> None:
+    assert read_real_set(text, strict=False) is None
+
+
+def test_pair_is_an_interval_only_beside_an_explicit_set() -> None:
+    assert same_real_set("(1, 2)", "(1, 2)", strict=True) is None
+    assert same_real_set("1 < x < 2", "(1, 2)", strict=True) is True
+
+
+def test_strict_rejects_an_end_that_is_not_evaluated() -> None:
+    assert same_real_set("x > 1 + 1", "(2, \\infty)", strict=False) is True
+    assert same_real_set("x > 1 + 1", "(2, \\infty)", strict=True) is None
+
+
+def test_answer_to_a_solved_inequality_must_be_solved() -> None:
+    assert same_real_set("2x > 4", "x > 2", strict=False) is False

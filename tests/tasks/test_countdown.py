@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from assay.tasks import Countdown, check_gold, make_task
+from assay.tasks import check_gold, make_task
 from assay.tasks.base import SPLITS
-from assay.tasks.countdown import Term, solve
+from assay.tasks.countdown import Countdown, Term, solve
 from assay.types import UserError
 
 

@@ -1,4 +1,4 @@
-"""GSM8K, MATH and reasoning-gym: conversion of rows, gold answers, and splits that share no problem."""
+"""GSM8K, MATH, reasoning-gym and rows of users: conversion of rows, gold answers, and splits that share no problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from assay.envs import make_env
 from assay.rewards import JudgePool
 from assay.rewards.verifiers import dataset
-from assay.tasks import GSM8K, SPLITS, check_gold, make_task, overlap, sources
+from assay.tasks import SPLITS, check_gold, make_task, overlap, sources
+from assay.tasks.datasets import GSM8K
 from assay.testing.env import check_env
 from assay.types import Status, UserError
 
@@ -60,18 +61,6 @@ def test_conversion_of_a_row(tmp_path):
     assert styled.judge().extract == "hash"
     kept = make_task("gsm8k", str(tmp_path), annotations=True).prompts("test")[3]
     assert kept.solution == "Two crates hold 2*1,200 = <<2*1200=2400>>2,400 nails.\nThe final answer is \\boxed{2400}."
-
-
-def test_validation_is_carved_from_train(tmp_path):
-    task = make_task("gsm8k", folder(tmp_path), val_size=10)
-    train, validation = task.prompts("train"), task.prompts("validation")
-    ids = {prompt.id for prompt in train} | {prompt.id for prompt in validation}
-    assert (len(train), len(validation), len(ids)) == (20, 10, 30)
-    assert ids == {f"gsm8k/train/{number}" for number in range(30)}
-    again = make_task("gsm8k", str(tmp_path), val_size=10)
-    assert list(again.prompts("validation")) == list(validation)
-    other = make_task("gsm8k", str(tmp_path), val_size=10, seed=1)
-    assert {p.id for p in other.prompts("validation")} != {p.id for p in validation}
 
 
 def test_hub_datasets_of_gsm8k(monkeypatch):
@@ -311,3 +300,68 @@ def test_dataset_is_a_single_step_environment(gym: Any) -> None:
     env.reset(options={"prompt": env.prompts("train")[2]})
     _, reward, terminated, _, info = env.step(f"<answer>{env.prompts('train')[2].answer}</answer>")
     assert reward == 1.0 and terminated and info["verdict"].status is Status.OK
+
+
+MY_FILE = """
+def row_to_prompt(row):
+    return {"question": row["q"].strip(), "answer": row["a"], "solution": f"It is #### {row['a']}", "kind": row["k"]}
+
+def reward(completion, answer, kind):
+    return 1.0 if kind == "easy" and answer in completion else 0.25
+"""
+
+
+RAW = [{"q": f" {n} plus {n}? ", "a": 2 * n, "k": "easy"} for n in range(20)]
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+def test_user_map_and_reward_function(tmp_path):
+    data = write_rows(tmp_path / "mine.jsonl", RAW)
+    (tmp_path / "my_file.py").write_text(MY_FILE)
+    task = make_task(
+        "jsonl", data, map=f"{tmp_path}/my_file.py:row_to_prompt", extract="hash", judge=f"{tmp_path}/my_file.py:reward"
+    )
+    prompt = task.prompts("all")[3]
+    assert (prompt.question, prompt.answer, prompt.fields) == ("3 plus 3?", "6", {"kind": "easy"})
+    assert check_gold(task, "all") == []
+    with JudgePool(task.judge(), workers=1) as pool:
+        rewards = [
+            verdict.reward for verdict in pool.judge([("6", "6", {"kind": "easy"}), ("6", "6", {"kind": "hard"})])
+        ]
+    assert rewards == [1.0, 0.25]
+    default = make_task("jsonl", data, map=f"{tmp_path}/my_file.py:row_to_prompt", extract="hash")
+    assert check_gold(default, "all") == []
+    assert not default.judge()("It is #### 7", "6", {}).correct
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"), [("question", "answer"), ("prompt", "gold"), ("messages", "target"), ("problem", "answer")]
+)
+def test_known_columns_need_no_map(tmp_path, asked, answered):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two?"}]
+    row = {asked: messages if asked == "messages" else "Two and two?", answered: 4, "source": "me"}
+    (prompt,) = make_task("jsonl", write_rows(tmp_path / "a.jsonl", [row])).prompts("all")
+    assert (prompt.question, prompt.answer, prompt.fields["source"]) == ("Two and two?", "4", "me")
+    assert len(prompt.messages) == (2 if asked == "messages" else 1)
+
+
+def test_invalid_jsonl_arguments_are_user_errors(tmp_path):
+    data = write_rows(tmp_path / "a.jsonl", RAW)
+    (tmp_path / "my_file.py").write_text("def broken(row):\n    return row['nope']\ndef seven(row):\n    return 7\n")
+    with pytest.raises(UserError, match=r"broken raised KeyError on .*a.jsonl:1"):
+        make_task("jsonl", data, map=f"{tmp_path}/my_file.py:broken").prompts("all")
+    with pytest.raises(UserError, match="must return a dict or a Prompt, not int"):
+        make_task("jsonl", data, map=f"{tmp_path}/my_file.py:seven").prompts("all")
+    with pytest.raises(UserError, match='unknown judge "maths"'):
+        make_task("jsonl", data, judge="maths")
+    with pytest.raises(UserError, match="bx"):
+        make_task("jsonl", data, extract="bx")
+    with pytest.raises(UserError, match="needs a path"):
+        make_task("jsonl")
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        make_task("jsonl", data).prompts("all")

@@ -101,20 +101,6 @@ def test_a_missing_column_lists_the_columns(tmp_path):
         make_task("jsonl", path, question_column="query").prompts("all")
 
 
-def test_gsm8k_and_code_rows_from_parquet(tmp_path):
-    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
-    (prompt,) = make_task("gsm8k", write(tmp_path / "gsm8k.parquet", [row])).prompts("all")
-    assert prompt.answer == "5"
-    mbpp = {
-        "task_id": 1,
-        "text": "Double it.",
-        "code": "def f(x):\n    return 2 * x",
-        "test_list": ["assert f(1) == 2"],
-    }
-    (prompt,) = make_task("code", write(tmp_path / "mbpp.parquet", [mbpp])).prompts("all")
-    assert prompt.fields["tests"] == ["assert f(1) == 2"]
-
-
 def test_dates_decimals_and_binary_values(tmp_path):
     row = {"day": datetime.date(2025, 1, 2), "price": Decimal("1.50"), "image": b"\xff\x00", "note": b"text", "n": None}
     (values,) = read_parquet(write(tmp_path / "p.parquet", [{**row, "inner": {"image": b"\xff", "x": [1, 2]}}]))

@@ -12,7 +12,6 @@ from assay.tasks.base import (
     LazyPrompts,
     carve_validation,
     prompts_of,
-    state_answer,
 )
 from assay.types import Prompt, UserError
 
@@ -99,12 +98,3 @@ def test_validation_is_the_head_of_a_seeded_shuffle() -> None:
     assert carve_validation(100, 10, seed=3) == (train, validation) != carve_validation(100, 10, seed=4)
     with pytest.raises(UserError, match="val_size"):
         carve_validation(10, 10, seed=0)
-
-
-def test_answer_is_stated_in_the_given_form() -> None:
-    assert [state_answer("5", form) for form in ("boxed", "hash", "answer-tag", "last-number")] == [
-        r"\boxed{5}",
-        "#### 5",
-        "<answer>5</answer>",
-        "5",
-    ]

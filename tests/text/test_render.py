@@ -1,8 +1,9 @@
-"""Prompts, completions and loss masks rendered by chat and raw templates; few-shot examples from files and tasks."""
+"""Prompts, completions, conversations and loss masks rendered by chat and raw templates; few-shot examples."""
 
 from __future__ import annotations
 
 import json
+import os
 from itertools import count
 from pathlib import Path
 
@@ -11,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from assay.text import (
-    Renderer,
-    Tokenizer,
-    char_tokenizer,
-    few_shot_from_prompts,
-    load_few_shot,
-    read_text_file,
-)
+from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer
+from assay.text.render import MessageRenderer, few_shot_from_prompts, load_few_shot, read_text_file
 from assay.types import Message, Prompt, UserError
 
 CHATML = (
@@ -37,19 +32,37 @@ GEMMA = (
     "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-TURN_END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "builtin": "<eos>"}
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "builtin": None}
+QWEN = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURN_END = {
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "qwen": "<|im_end|>",
+    "builtin": "<eos>",
+}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "qwen": QWEN, "builtin": None}
 EXTRA = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|body|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
+EXTRA += ["<|endoftext|>"]
 
 
 def tokenizer_for(form: str, adds_bos: bool = False) -> Tokenizer:
     """The character tokenizer with a chat format's special tokens and template."""
-    hf = char_tokenizer().hf
-    hf.add_special_tokens({"additional_special_tokens": EXTRA}, replace_extra_special_tokens=False)
-    if TEMPLATES[form] is not None:
-        hf.chat_template = TEMPLATES[form]
+    hf = with_template(TEMPLATES[form]).hf
     if adds_bos:
         hf.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return Tokenizer(hf)
+
+
+def with_template(template: str | None) -> Tokenizer:
+    hf = char_tokenizer().hf
+    hf.add_special_tokens({"additional_special_tokens": EXTRA}, replace_extra_special_tokens=False)
+    if template is not None:
+        hf.chat_template = template
     return Tokenizer(hf)
 
 
@@ -343,3 +356,150 @@ def test_prompt_files_are_read_without_the_final_newline(tmp_path) -> None:
     for name, message in [("none.txt", "no such file"), ("binary", "UTF-8"), (".", "cannot read")]:
         with pytest.raises(UserError, match=message):
             read_text_file(tmp_path / name)
+
+
+MODELS = Path(os.environ.get("ASSAY_MODELS", Path(__file__).parents[2] / ".models"))
+THINKING = (  # as Qwen3: what was thought is dropped once somebody has answered
+    "{% for m in messages %}{% set text = m['content'] %}"
+    "{% if m['role'] == 'assistant' and not loop.last %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ text }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPENED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+FORGETFUL = "{% for m in messages if m['role'] == 'user' %}<user>{{ m['content'] }}{% endfor %}<assistant>"
+GUESS = Prompt("p/0", ({"role": "user", "content": "Guess."},))
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("form", FORMS)
+def test_turn_by_turn_ids_equal_the_template_of_the_whole_conversation(form: str, role: str) -> None:
+    check_turns(Renderer(FORMS[form]), role)
+
+
+def check_turns(renderer: Renderer, role: str) -> None:
+    """Line ends and blanks where texts meet."""
+    tokens, end = renderer.tokenizer, renderer.stop_token_ids[0]
+    messages, ids = list(GUESS.messages), renderer.prompt_ids(GUESS)
+    for turn in range(12):
+        reply, answer = f"I think it is {37 * turn}.\nMaybe <b>{turn}</b>", f"Higher than {turn}!\n\n  ok"
+        sampled = [*tokens.encode(reply), end]
+        ids += sampled + renderer.next_turn_ids(GUESS, sampled, [{"role": role, "content": answer}])
+        messages += [{"role": "assistant", "content": reply}, {"role": role, "content": answer}]
+        assert ids == tokens.encode(tokens.chat_text(messages, open_reply=True))
+    assert ids.count(end) >= 12
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("file", ["smollm2-135m-instruct.q4_1.gguf", "qwen2.5-coder-1.5b-instruct.q4_k_m.gguf"])
+def test_turn_by_turn_ids_with_tokenizers_of_real_models(file: str, role: str) -> None:
+    """Merges of a real tokenizer, and the templates as they are."""
+    if not (MODELS / file).is_file():
+        pytest.skip(f"no {file} under {MODELS}")
+    renderer = Renderer(load_tokenizer(str(MODELS / file)))
+    check_turns(renderer, role)
+    assert renderer.rewritten_history() == ""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_missing_end_token_of_a_reply_is_added_as_context(form: str) -> None:
+    """Cut off by a limit or a stop string; or ended by another token than the template's."""
+    tokens = FORMS[form]
+    renderer = Renderer(tokens)
+    end, answer = renderer.stop_token_ids[0], [Message(role="user", content="no")]
+    ended = renderer.next_turn_ids(GUESS, [*tokens.encode("7"), end], answer)
+    assert renderer.next_turn_ids(GUESS, tokens.encode("7"), answer) == [end, *ended]
+    other = tokens.encode("<|endoftext|>")
+    assert renderer.next_turn_ids(GUESS, [*tokens.encode("7"), *other], answer) == [end, *ended]
+
+
+def test_sampled_tokens_are_never_retokenized() -> None:
+    """A policy may spell a word in tokens that no tokenizer would choose; only what follows it is tokenised."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<eos>": 0, "a": 1, "b": 2, "ab": 3, "<u>": 4, "<a>": 5, "?": 6}
+    backend = Backend(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    backend.decoder = decoders.Fuse()
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", additional_special_tokens=["<u>", "<a>"])
+    hf.chat_template = (
+        "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    renderer = Renderer(Tokenizer(hf))
+    sampled = [1, 2, 0]  # "ab" as two tokens
+    following = renderer.next_turn_ids(GUESS, sampled, [{"role": "user", "content": "ab"}])
+    assert following == [4, 3, 5] and renderer.tokenizer.encode("ab") == [3]
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (CHATML, ""),
+        (QWEN, ""),
+        (None, ""),
+        (LLAMA3, "trims whitespace"),
+        (THINKING, "drops <think> sections"),
+        (OPENED, "changes the text before"),
+    ],
+)
+def test_templates_that_change_earlier_replies_are_detected(template: str | None, found: str) -> None:
+    how = Renderer(with_template(template)).rewritten_history()
+    assert how.startswith(found) and bool(how) == bool(found)
+
+
+def test_template_without_earlier_replies_rejects_further_turns() -> None:
+    renderer = Renderer(with_template(FORGETFUL))
+    with pytest.raises(UserError, match="drops earlier replies"):
+        renderer.next_turn_ids(GUESS, [1], [{"role": "user", "content": "?"}])
+
+
+def test_raw_templates_format_further_questions_like_examples() -> None:
+    tokens = FORMS["builtin"]
+    renderer = Renderer(tokens, style="raw")
+    answer = [Message(role="user", content="Higher.")]
+    text = tokens.decode(renderer.next_turn_ids(GUESS, tokens.encode(" 5"), answer), skip_special=False)
+    assert text == "\n\nQuestion: Higher.\nAnswer:"
+    begun = tokens.encode(" 5\nQuestion:")  # the stop string of this style: it has asked already
+    assert tokens.decode(renderer.next_turn_ids(GUESS, begun, answer)) == " Higher.\nAnswer:"
+    assert renderer.rewritten_history() == ""
+    assert renderer.inline_ids("24>>") == tokens.encode("24>>") and renderer.inline_ids("") == []
+
+
+ASKED = Prompt("p", ({"role": "system", "content": "own"}, {"role": "user", "content": "2 + 2?"}))
+
+
+def test_a_chat_prompt_is_its_messages() -> None:
+    assert MessageRenderer().prompt_ids(ASKED) == list(ASKED.messages)
+    renderer = MessageRenderer(system="be brief", few_shot=[("1 + 1?", "2")])
+    (messages,) = renderer.all_prompt_ids([ASKED])
+    assert [(m["role"], m["content"]) for m in messages] == [
+        ("system", "be brief"),
+        ("user", "1 + 1?"),
+        ("assistant", "2"),
+        ("user", "2 + 2?"),
+    ]
+
+
+def test_completions_are_texts_and_observations_are_messages() -> None:
+    renderer, observed = MessageRenderer(), {"role": "user", "content": "no"}
+    assert renderer.decode_all([["is it 5", "?"], [""], []]) == ["is it 5?", "", ""]
+    assert renderer.next_turn_ids(ASKED, ["is it 5?"], [observed]) == [observed]  # type: ignore[list-item]
+
+
+def test_raw_style_is_text() -> None:
+    renderer = MessageRenderer(style="raw", template="{examples}Q: {question}\nA:", few_shot=[("1 + 1?", "2")])
+    prompt = Prompt("p", ({"role": "user", "content": "2 + 2?"},))
+    assert renderer.prompt_ids(prompt) == ["Q: 1 + 1?\nA: 2\n\nQ: 2 + 2?\nA:"] == [renderer.prompt_text(prompt)]
+    assert renderer.stop == ("\nQ:",)
+    follow = renderer.next_turn_ids(prompt, [" 4"], [{"role": "user", "content": "3 + 3?"}])
+    assert renderer.decode([" 4", *follow]) == " 4\n\nQ: 3 + 3?\nA:"
+    assert renderer.inline_ids("<result>") == ["<result>"] and renderer.inline_ids("") == []
+
+
+def test_a_chat_endpoint_has_its_own_template_and_whole_replies() -> None:
+    with pytest.raises(UserError, match=r"prompt.template needs openai.api = completions"):
+        MessageRenderer(template="{question}")
+    with pytest.raises(UserError, match=r"openai.api completions"):
+        MessageRenderer().inline_ids("x")

@@ -232,11 +232,6 @@ def test_slow_tokenizers_are_rejected() -> None:
         Tokenizer(Slow())
 
 
-def test_special_token_text_is_recognised_by_plain_encode() -> None:
-    tokenizer = char_tokenizer()
-    assert tokenizer.encode("<eos>") == list(tokenizer.eos_ids)
-
-
 WORDS = ["Ann", "has", "coins", ".", "How", "many", "?", "+", "-", "=", ";", "####", *map(str, range(41))]
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n\t"
 CHAR, WORD = char_tokenizer(), word_tokenizer(WORDS)

@@ -1,7 +1,7 @@
 """Algorithms: filters, credit rules and loss terms that declare what they need, combined by recipes."""
 
 from assay.algos.algorithm import Algorithm
-from assay.algos.batch import LossBatch, LossOut, Sums, metrics
+from assay.algos.batch import LossBatch, Sums, metrics
 from assay.algos.component import LengthLimits, LossTerm, Needs, RunFacts, Scorers, TermOutput, TokenInput
 from assay.algos.recipes import RECIPES, complete_settings, make_algorithm
 
@@ -10,7 +10,6 @@ __all__ = [
     "Algorithm",
     "LengthLimits",
     "LossBatch",
-    "LossOut",
     "LossTerm",
     "Needs",
     "RunFacts",

@@ -222,7 +222,7 @@ def credited_tokens(group: Group, by_step: bool = False) -> list[int]:
         [turn.trained for turn in rollout.turns if not turn.masked] if by_step else [rollout.trained]
         for rollout in group.judged
     ]
-    return [0 if r.masked else count for r, own in zip(group.judged, counts, strict=True) for count in own]
+    return [0 if r.masked else count for r, values in zip(group.judged, counts, strict=True) for count in values]
 
 
 def compared_returns(rollout: Rollout, whole: float, discount: float, by_step: bool) -> list[float]:

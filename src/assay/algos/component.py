@@ -39,7 +39,7 @@ class Needs:
         return self.ref_logprobs_in_loss or self.ref_logprobs_in_credit
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(*(getattr(self, one.name) or getattr(other, one.name) for one in fields(Needs)))
+        return Needs(*(getattr(self, need.name) or getattr(other, need.name) for need in fields(Needs)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TokenInput:
             raise UserError(
                 f"token input {self.name!r} has {len(given)} lists for {len(rows)} sequences: return one per sequence"
             )
-        return [self._checked(own, len(row.token_advantages)) for own, row in zip(given, rows, strict=True)]
+        return [self._checked(values, len(row.token_advantages)) for values, row in zip(given, rows, strict=True)]
 
     def _checked(self, values: Sequence[float], tokens: int) -> list[float]:
         if len(values) != tokens:

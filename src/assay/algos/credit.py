@@ -50,7 +50,7 @@ class KLPenalties:
 
     def per_token(self) -> list[list[float]]:
         """Penalty of each token."""
-        return [[self.coef * ratio for ratio in own] for own in self.log_ratios]
+        return [[self.coef * ratio for ratio in ratios] for ratios in self.log_ratios]
 
 
 class RewardKL(Component[RewardKLConfig]):
@@ -93,7 +93,7 @@ def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]])
                 "or use kl_coef with k3."
             )
         turns = [turn.completion.engine_logprobs for turn in rollout.turns if not turn.masked]
-        ratios.append([own - reference for own, reference in zip(chain.from_iterable(turns), ref, strict=True)])
+        ratios.append([logprob - reference for logprob, reference in zip(chain.from_iterable(turns), ref, strict=True)])
     return ratios
 
 
@@ -128,7 +128,7 @@ class AdvantageCredit(CreditRule):
     def check(self) -> None:
         settings = self.settings
         by_token = settings.reward_kl_coef > 0 and settings.reward_kl_per == "token"
-        suited = [name for name, one in ADVANTAGES.items() if {"accepts_tokens", "unscaled"} & set(TRAITS[one])]
+        suited = [name for name, rule in ADVANTAGES.items() if {"accepts_tokens", "unscaled"} & set(TRAITS[rule])]
         if by_token and settings.advantage not in suited:
             raise UserError(
                 f'reward_kl_per = "token" needs an advantage function for single tokens: use {", ".join(suited)}, '
@@ -165,7 +165,7 @@ class AdvantageCredit(CreditRule):
             return {}
         self._credit_answers(groups)
         if penalties is not None:
-            for rollout, log_ratios in (one for one in penalties.of(groups) if not one[0].failed):
+            for rollout, log_ratios in (penalty for penalty in penalties.of(groups) if not penalty[0].failed):
                 rollout.token_advantages = kl_reward_to_go(rollout.advantage, log_ratios, penalties.coef)
         return {}
 
@@ -213,7 +213,7 @@ class AdvantageCredit(CreditRule):
         """Compare the returns of all trained tokens: the reward minus the penalties from the token onwards."""
         baselines = [group.baseline or 0.0 for group in groups for _ in group.rollouts]
         rollouts = list(zip(penalties.of(groups), baselines, strict=True))
-        compared = [one for one in rollouts if not one[0][0].masked]
+        compared = [entry for entry in rollouts if not entry[0][0].masked]
         returns = [
             torch.tensor(kl_reward_to_go(rollout.reward - baseline, log_ratios, penalties.coef), dtype=torch.float64)
             for (rollout, log_ratios), baseline in compared
@@ -304,7 +304,7 @@ class CriticCredit(CreditRule):
         assert scorers.values is not None, "needs.values"
         every = [rollout for group in groups for rollout in group.rollouts]
         costs = [None] * len(every) if penalties is None else penalties.per_token()
-        kept = [(one, cost) for one, cost in zip(every, costs, strict=True) if one.trained and not one.masked]
+        kept = [(r, cost) for r, cost in zip(every, costs, strict=True) if r.trained and not r.masked]
         rollouts = [rollout for rollout, _ in kept]
         for (rollout, cost), values in zip(kept, scorers.values(rollouts), strict=True):
             bootstrap = values.pop() if len(values) > rollout.trained else 0.0
@@ -315,8 +315,8 @@ class CriticCredit(CreditRule):
         if self.critic.normalise:
             whiten(rollouts)
         for rollout in rollouts:
-            own = rollout.token_advantages or [0.0]
-            rollout.advantage = sum(own) / len(own)
+            advantages = rollout.token_advantages or [0.0]
+            rollout.advantage = sum(advantages) / len(advantages)
         return value_quality(rollouts)
 
 

@@ -1,37 +1,245 @@
-"""The built-in loss terms: policy gradient, KL divergence from the reference model, entropy bonus."""
+"""The built-in loss terms: policy gradient, KL divergence from the reference model, entropy bonus.
+
+Tensors are packed and 1-D [N]: the trained tokens of whole sequences, one sequence after the other. `lengths` holds the
+number of trained tokens per sequence.
+
+`behaviour_logprobs` are those of the policy that sampled: the engine's, or the trainer's recomputation before the first
+update. A policy loss returns one loss per token and a dict of per-token statistics, whose means are logged as
+`policy/<name>`. With `ratio = "sequence"` it receives log-probabilities whose ratio is that of the whole sequence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from assay.algos.batch import KL, LossBatch
+from assay.algos.batch import KL, LossBatch, k3
 from assay.algos.component import (
+    Component,
     Loader,
     LossTerm,
     Needs,
     RunFacts,
     TermOutput,
+    TokenInput,
+    TokenRow,
     call_user_code,
+    check_order,
     check_per_token,
     find_function,
 )
-from assay.algos.losses import (
-    LOSSES,
-    ON_POLICY,
-    CovarianceControl,
-    ImportanceCorrection,
-    dual_clip,
-    importance_ratio,
-    sequence_logprobs,
-)
 from assay.config import AlgoConfig
-from assay.config.algorithm import EntropyConfig, ReferenceKLConfig
+from assay.config.algorithm import CovarianceConfig, EntropyConfig, ImportanceConfig, ReferenceKLConfig
 from assay.types import Group, UserError
+
+MAX_LOG_RATIO = 20.0  # exp(20) is far outside any clip range, and float32 overflows at 88
+
+
+def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """policy / behaviour probability per token. The log-ratio is limited to +-20, so that the loss stays finite."""
+    return (logprobs - behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def over_sequences(values: Tensor, lengths: Sequence[int], reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Reduce each sequence to one value and expand it to its tokens. The order is fixed, hence deterministic."""
+    assert sum(lengths) == len(values), "sequences must be whole"
+    parts = [reduce(part).expand(len(part)) for part in values.split(list(lengths)) if len(part)]
+    return torch.cat(parts) if parts else values
+
+
+def sequence_logprobs(logprobs: Tensor, behaviour_logprobs: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Log-probabilities whose ratio to `behaviour_logprobs` is the geometric mean over the sequence (GSPO).
+
+    Gradients flow through the token's own log-probability (GSPO-token). For one advantage and one weight per sequence
+    their sum is the gradient of GSPO; it is also defined for advantages that differ between turns.
+    """
+    log_ratio = over_sequences((logprobs - behaviour_logprobs).detach(), lengths, torch.mean)
+    return behaviour_logprobs + log_ratio + (logprobs - logprobs.detach())
+
+
+def importance_correction(
+    mode: str, trainer_logprobs: Tensor, engine_logprobs: Tensor, low: float, high: float, lengths: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    """Importance weight of each token (trainer / engine probability), and whether it was outside of [low, high].
+
+    - "token_*": ratio per token; "sequence_*": ratio of the whole sequence, the product over its tokens.
+    - "*_truncate" (TIS): clamped to [low, high]; "*_mask" (MIS): 0 outside of [low, high].
+    """
+    log_ratio = (trainer_logprobs - engine_logprobs).detach()
+    if mode.startswith("sequence"):
+        assert lengths is not None, "a correction per sequence needs `lengths`"
+        log_ratio = over_sequences(log_ratio, lengths, torch.sum)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    outside = (ratio < low) | (ratio > high)
+    weight = ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
+    return weight, outside
+
+
+class ImportanceCorrection(Component[ImportanceConfig]):
+    """Weights tokens by the ratio of trainer and engine probability, truncated or masked (TIS, MIS)."""
+
+    @property
+    def needs(self) -> Needs:
+        mode = self.settings.correction
+        return Needs(
+            trainer_logprobs=self.settings.recompute_logprobs or mode is not None,
+            whole_sequences=mode is not None and mode.startswith("sequence"),
+        )
+
+    def check(self) -> None:
+        check_order(self.settings, "correction_low", "correction_high")
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if self.settings.correction is None:
+            yield "algo.correction is not set", ["algo.correction_low", "algo.correction_high"]
+
+    def apply(self, losses_N: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        mode = self.settings.correction
+        if mode is None:
+            return losses_N, {}
+        assert batch.engine_logprobs is not None, "needs.trainer_logprobs"
+        bounds = self.settings.correction_low, self.settings.correction_high
+        weight, outside = importance_correction(
+            mode, batch.behaviour_logprobs, batch.engine_logprobs, *bounds, batch.lengths
+        )
+        return weight * losses_N, {"mismatch/weight": weight, "mismatch/held_fraction": outside}
+
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, dict[str, Tensor]]]
+
+
+def reinforce(
+    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-advantage * logprob: the policy gradient for samples of the current policy, without ratio and clipping."""
+    return -advantages * logprobs, {}
+
+
+def clip_fractions(too_low: Tensor, too_high: Tensor) -> dict[str, Tensor]:
+    return {"clip_fraction": too_low | too_high, "clip_low_fraction": too_low, "clip_high_fraction": too_high}
+
+
+def ppo_clip(
+    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). With infinite bounds the ratio is not clipped.
+
+    A token counts as clipped if it has no gradient, i.e. if the clipped branch is the minimum.
+    """
+    ratio = importance_ratio(logprobs, behaviour_logprobs)
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    too_low = (ratio < 1 - clip_low) & (advantages < 0)
+    too_high = (ratio > 1 + clip_high) & (advantages > 0)
+    return loss, clip_fractions(too_low, too_high)
+
+
+def dual_clip(losses: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Losses of `ppo_clip` with an upper limit of the ratio for negative advantages, and a mask of the limited tokens.
+
+    For negative advantages PPO's clip bounds the ratio from below only, so a token that has become much more likely
+    would dominate (Ye et al. 2020, arXiv 1912.09729). A limited token has no gradient.
+    """
+    largest = -limit * advantages
+    limited = (advantages < 0) & (losses > largest)
+    return torch.where(limited, largest, losses), limited
+
+
+def cispo(
+    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-weight * A * log pi, the weight being the clipped ratio without its gradient: every token keeps a gradient.
+
+    A token counts as clipped when its weight is not its ratio, whatever the sign of its advantage.
+    """
+    ratio = importance_ratio(logprobs, behaviour_logprobs).detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs, clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high)
+
+
+LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "cispo": cispo}
+ON_POLICY = ("reinforce",)  # losses without a ratio, which assume samples of the current policy
+
+
+MASK = "cov_mask"
+
+
+def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Contribution of each token to the covariance of log-probability and advantage (arXiv 2505.22617)."""
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+def kl_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, high: float) -> Tensor:
+    """The `fraction` of tokens (at least one) with the largest covariance, as a mask. The bounds are Clip-Cov's."""
+    mask = torch.zeros(len(logprobs), dtype=torch.bool)
+    if len(logprobs):
+        count = max(int(fraction * len(logprobs)), 1)
+        mask[covariances(logprobs, advantages).topk(count).indices] = True
+    return mask
+
+
+def clip_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, high: float) -> Tensor:
+    """A `fraction` of all tokens (at least one), drawn from those with a covariance within [low, high], as a mask.
+
+    The draw depends on the number of tokens, not on their order: a resumed run repeats it.
+    """
+    mask = torch.zeros(len(logprobs), dtype=torch.bool)
+    values = covariances(logprobs, advantages) if len(logprobs) else logprobs
+    within = ((values >= low) & (values <= high)).nonzero().squeeze(1)
+    within = within[values[within].argsort()]
+    order = torch.randperm(len(within), generator=torch.Generator().manual_seed(len(logprobs)))
+    mask[within[order[: max(int(fraction * len(logprobs)), 1)]]] = True
+    return mask
+
+
+SELECTIONS = {"kl_cov": kl_cov, "clip_cov": clip_cov}
+
+
+class CovarianceControl(Component[CovarianceConfig]):
+    """Applies a KL penalty to the selected tokens of an optimizer step (kl_cov), or masks their loss (clip_cov)."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(every_rollout=self.settings.cov is not None)
+
+    @property
+    def inputs(self) -> Sequence[TokenInput]:
+        return [] if self.settings.cov is None else [TokenInput(MASK, from_rows=self.select)]
+
+    def check(self) -> None:
+        check_order(self.settings, "cov_low", "cov_high")
+
+    def unused(self, run: RunFacts) -> Iterator[tuple[str, Sequence[str]]]:
+        if self.settings.cov is None:
+            yield "algo.cov is not set", [f"algo.cov_{name}" for name in ("fraction", "coef", "low", "high")]
+        if self.settings.cov == "kl_cov" and run.updates == 1 and not run.stale_ratios:
+            yield "with one update per batch all ratios are 1 (try algo.updates = 4)", ["algo.cov"]
+
+    def select(self, rows: Sequence[TokenRow]) -> list[list[float]]:
+        """1 for each selected token of an optimizer step, else 0."""
+        assert self.settings.cov is not None
+        logprobs = torch.tensor([*chain.from_iterable(row.sampled_logprobs for row in rows)], dtype=torch.float64)
+        advantages = torch.tensor([*chain.from_iterable(row.token_advantages for row in rows)], dtype=torch.float64)
+        bounds = self.settings.cov_fraction, self.settings.cov_low, self.settings.cov_high
+        mask = SELECTIONS[self.settings.cov](logprobs, advantages, *bounds).double()
+        return [part.tolist() for part in mask.split([len(row.token_advantages) for row in rows])]
+
+    def apply(self, losses_N: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.settings.cov is None:
+            return losses_N, {}
+        mask = batch.inputs[MASK].bool()
+        if self.settings.cov == "kl_cov":
+            moved = k3(batch.behaviour_logprobs, batch.logprobs)  # KL(sampler || policy): smooth where both are equal
+            losses_N = losses_N + self.settings.cov_coef * moved.masked_fill(~mask, 0.0)
+        else:
+            losses_N = losses_N.masked_fill(mask, 0.0)
+        return losses_N, {"policy/marked_fraction": mask}
+
 
 MAX_COEF = 1.0  # upper limit of an adaptive entropy coefficient
 

@@ -38,7 +38,7 @@ from assay.runs.resolve import load_resolved
 from assay.tasks import Task
 from assay.tasks.judging import build_judge_pool
 from assay.text import Renderer
-from assay.text.message_renderer import MessageRenderer
+from assay.text.render import MessageRenderer
 from assay.training.progress import Stopping
 from assay.types import Progress, UserError, describe_error
 

@@ -17,7 +17,7 @@ from assay.rewards.importing import load_object, normalized
 from assay.runs.console import Console
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts
-from assay.tasks.mix import MixedPrompts
+from assay.tasks.registry import MixedPrompts
 from assay.text import Renderer
 from assay.types import Prompt, UserError, plural
 

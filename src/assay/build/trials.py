@@ -20,7 +20,7 @@ from assay.rollout.episodes import check_history
 from assay.runs.console import Console
 from assay.system.awaiting import resolve
 from assay.tasks.base import LazyPrompts, take_in_time
-from assay.tasks.mix import MixedPrompts
+from assay.tasks.registry import MixedPrompts
 from assay.text import Renderer, Tokenizer
 from assay.training.learner.learner import Learner
 from assay.training.sync import Method

@@ -18,7 +18,7 @@ REGISTRIES = {  # settings with built-in names, and where those are; imported on
     "env.name": "assay.envs.registry:ENVS",
     "algo.recipe": "assay.algos.recipes:RECIPES",
     "algo.advantage": "assay.algos.advantages:ADVANTAGES",
-    "algo.policy_loss": "assay.algos.losses:LOSSES",
+    "algo.policy_loss": "assay.algos.terms:LOSSES",
     "algo.aggregate": "assay.algos.batch:AGGREGATES",
     "engine.name": "assay.config.sections:BUILT_IN_ENGINES",
 }

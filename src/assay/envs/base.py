@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from assay.rewards import Judge
 from assay.rewards.judge import judge_safely, judged_fields
 from assay.system.awaiting import attempt, is_async, resolve, then
-from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash
+from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, is_message, stable_hash
 from assay.types import MAX_REWARD, Message, Prompt, Status, UserError, Verdict, describe_user_error, is_valid_reward
 
 T = TypeVar("T")
@@ -257,10 +257,6 @@ def as_messages(observation: Any, role: str) -> tuple[Message, ...]:
     if not messages or not all(map(is_message, messages)):
         raise UserError(f"an observation must be text, or messages with role and content, not {observation!r:.80}")
     return messages
-
-
-def is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def safe_reset(episode: Env, seed: int | None, options: dict[str, Any] | None = None) -> Any:

@@ -1,7 +1,7 @@
 """The engine `openai`: answers of an OpenAI-compatible endpoint, for evaluations and chats.
 
 The endpoint takes messages or text and returns text: the `prompt_ids` of a request are messages and texts (see
-`assay.text.message_renderer`), and completions have a text instead of token ids. There are no weights and no
+`assay.text.render`), and completions have a text instead of token ids. There are no weights and no
 log-probabilities, so this engine cannot train.
 """
 

@@ -20,7 +20,7 @@ from assay.envs.base import Env, Info, Observation, Step, as_messages, safe_rese
 from assay.rewards import importing
 from assay.system.awaiting import resolve
 from assay.tasks.base import ALL, LazyPrompts, user_errors
-from assay.tasks.jsonl import ListTask
+from assay.tasks.datasets import ListTask
 from assay.types import Message, Prompt, Status, UserError, Verdict, describe_user_error, missing_extra
 
 PREFIX = "verifiers:"

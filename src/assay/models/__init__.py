@@ -5,19 +5,17 @@ from assay.models.decoder import Decoder
 from assay.models.device import pick_device, pick_dtype
 from assay.models.export import load_adapter, save_adapter, save_model
 from assay.models.fallback import HFModel
-from assay.models.load import PRESETS, build_preset, fetch_model, load_model, preset
+from assay.models.load import build_preset, load_model, preset
 from assay.models.lora import Lora
 from assay.models.spec import ModelSpec, spec_from_hf, spec_to_hf
 
 __all__ = [
-    "PRESETS",
     "Decoder",
     "HFModel",
     "Lora",
     "ModelSpec",
     "PolicyModel",
     "build_preset",
-    "fetch_model",
     "fingerprint",
     "load_adapter",
     "load_model",

@@ -175,8 +175,8 @@ class Prefixes:
     def repeated(self) -> tuple[Tensor, Tensor, int]:
         """The tokens that each segment sees, its prefix included: indices, bounds of the segments, largest number."""
         pairs = list(zip(self.spans, self.segments.prefixes, strict=True))
-        tokens = [own if prefix < 0 else torch.cat((self.spans[prefix], own)) for own, prefix in pairs]
-        sizes = [len(one) for one in tokens]
+        tokens = [span if prefix < 0 else torch.cat((self.spans[prefix], span)) for span, prefix in pairs]
+        sizes = [len(seen) for seen in tokens]
         return upload(torch.cat(tokens), self.device), self._bounds(sizes), max(sizes)
 
     @cached_property
@@ -190,9 +190,20 @@ class Prefixes:
         return self._tokens(roots), root_rows, suffix_rows, keys
 
     def keys_and_mask(self, window: int = 0) -> tuple[Tensor, Tensor]:
-        prefixes = [self.spans[self.segments.prefixes[i]] for i in self.followers]
-        pair = keys_and_mask(prefixes, [self.spans[i] for i in self.followers], window)
-        return upload(pair[0], self.device), upload(pair[1], self.device)
+        """Key tokens [rows, prefix + suffix] of each suffix, padded, and the mask of the keys that each query sees."""
+        pairs = [(self.spans[self.segments.prefixes[i]], self.spans[i]) for i in self.followers]
+        width, height = (max(map(len, spans)) for spans in zip(*pairs, strict=True))
+        tokens = torch.zeros(len(pairs), width + height, dtype=torch.int64)
+        mask = torch.zeros(len(pairs), 1, height, width + height, dtype=torch.bool)
+        causal = torch.ones(height, height, dtype=torch.bool).tril()
+        for row, (prefix, suffix) in enumerate(pairs):
+            tokens[row, : len(prefix)], tokens[row, width : width + len(suffix)] = prefix, suffix
+            mask[row, 0, :, : len(prefix)] = True
+            mask[row, 0, :, width:] = causal
+            if window:
+                positions = torch.cat((torch.arange(width), len(prefix) + torch.arange(height)))
+                mask[row, 0] &= positions[width:, None] - positions < window
+        return upload(tokens, self.device), upload(mask, self.device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
         """In torch, for any device and dtype."""
@@ -220,22 +231,6 @@ def seen_within(positions: Tensor, window: int) -> Tensor:
     """Which tokens each token of a sequence sees: [T, T]."""
     distances = positions[:, None] - positions
     return (distances >= 0) & (distances < window)
-
-
-def keys_and_mask(prefixes: list[Tensor], suffixes: list[Tensor], window: int = 0) -> tuple[Tensor, Tensor]:
-    """Key tokens [rows, prefix + suffix] of each row of queries, padded, and the mask of the keys each query sees."""
-    width, height = max(len(prefix) for prefix in prefixes), max(len(suffix) for suffix in suffixes)
-    tokens = torch.zeros(len(suffixes), width + height, dtype=torch.int64)
-    mask = torch.zeros(len(suffixes), 1, height, width + height, dtype=torch.bool)
-    causal = torch.ones(height, height, dtype=torch.bool).tril()
-    for row, (prefix, suffix) in enumerate(zip(prefixes, suffixes, strict=True)):
-        tokens[row, : len(prefix)], tokens[row, width : width + len(suffix)] = prefix, suffix
-        mask[row, 0, :, : len(prefix)] = True
-        mask[row, 0, :, width:] = causal
-        if window:
-            positions = torch.cat((torch.arange(width), len(prefix) + torch.arange(height)))
-            mask[row, 0] &= positions[width:, None] - positions < window
-    return tokens, mask
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,19 @@ from assay.models.lora import (
 )
 from assay.models.quantize import dequantize_layers, quantize_layers, quantized_layers
 
-__all__ = ["LoadReport", "PolicyModel", "autocast_dtype", "digests", "fingerprint"]
+__all__ = ["LoadOptions", "LoadReport", "PolicyModel", "autocast_dtype", "digests", "fingerprint"]
 
 LoadReport = Callable[[int, int, str], object]  # receives how much of a model is loaded, of how much, and the unit
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded. `report`: receives numbers of parameters, tensors or bytes."""
+
+    device: torch.device | str
+    dtype: torch.dtype
+    report: LoadReport | None = None
+    trust_remote_code: bool = False
 
 
 class PolicyModel(nn.Module):

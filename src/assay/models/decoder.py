@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
-from assay.models.base import LoadReport, PolicyModel, autocast_dtype
+from assay.models.base import LoadOptions, PolicyModel, autocast_dtype
 from assay.models.device import check_compile_cache
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
@@ -168,7 +168,8 @@ class Decoder(PolicyModel):
         if self.spec.design.scaled_embedding:
             x = x * embedding_scale(self.spec, x.dtype)
         angles = positions[:, None].float() * self.inv_freq.float()[:, None]  # [tables, N, rotated / 2]
-        rotations = [(one.cos()[:, None].to(x.dtype), one.sin()[:, None].to(x.dtype)) for one in angles]  # [N, 1, *]
+        # Each cosine and sine is [N, 1, rotated / 2].
+        rotations = [(table.cos()[:, None].to(x.dtype), table.sin()[:, None].to(x.dtype)) for table in angles]
         if self.compiled_bridge is not None and not (self.recompute and torch.is_grad_enabled()):
             return self.model.norm(self._forward_bridged(x, rotations, attend))
         for layer in self.model.layers:
@@ -233,6 +234,13 @@ class Decoder(PolicyModel):
                 weight.zero_()
             else:
                 weight.fill_(1.0 - self.spec.design.norm_offset)
+
+
+def empty_decoder(spec: ModelSpec, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A decoder whose weights are not set yet: the random ones of its layers would be thrown away."""
+    with torch.device("meta"):
+        model = Decoder(spec).to(dtype)
+    return model.to_empty(device=device)
 
 
 def bridge(
@@ -300,23 +308,11 @@ NAMED = 5  # weights that an error message lists
 
 
 class WeightLoader:
-    """Builds a decoder: `load` each weight under its Hugging Face name, then `finish`.
+    """Builds a decoder: `load` each weight under its Hugging Face name, then `finish`."""
 
-    `report`: receives the number of loaded parameters and that of all parameters.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        what: str,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        report: LoadReport | None = None,
-    ) -> None:
-        self.what, self.spec, self.report = what, spec, report
-        with torch.device("meta"):
-            self.model = Decoder(spec)
-        self.model.to(dtype).to_empty(device=device)
+    def __init__(self, spec: ModelSpec, what: str, options: LoadOptions) -> None:
+        self.what, self.spec, self.report = what, spec, options.report
+        self.model = empty_decoder(spec, options.device, options.dtype)
         self.targets = dict(self.model.named_parameters())
         self.missing = dict.fromkeys(self.targets)
         self.loaded, self.total = 0, sum(target.numel() for target in self.targets.values())

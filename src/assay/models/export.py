@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from assay.mesh import full_tensor
-from assay.models.bars import reported_bars
 from assay.models.base import PolicyModel, fingerprint
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel
+from assay.models.fallback import HFModel, reported_bars
 from assay.models.load import read_json
 from assay.models.lora import adapted_layers, is_adapter, merged_state, weight_shapes
 from assay.models.spec import spec_to_hf
@@ -148,10 +147,10 @@ def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
             del tensors  # only its writer keeps it
             if len(writing) == WRITERS:
                 done, writing = wait(writing, return_when=FIRST_COMPLETED)
-                for one in done:
-                    one.result()
-        for one in writing:
-            one.result()
+                for writer in done:
+                    writer.result()
+        for writer in writing:
+            writer.result()
     for path in written:  # after all threads: reading the umask of the process changes it for a moment
         apply_umask(path)
 

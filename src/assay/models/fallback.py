@@ -1,24 +1,79 @@
-"""Any causal language model of transformers, as a `PolicyModel`.
+"""Any causal language model of transformers, as a `PolicyModel`; counts of the progress bars of transformers.
 
-Slower than `Decoder` (padded batches, full logits), but exact for every architecture: learned positions, unusual heads,
-soft-capped logits.
+The model is slower than `Decoder` (padded batches, full logits), but exact for every architecture: learned positions,
+unusual heads, soft-capped logits.
+
+transformers and the hub's client report progress through tqdm only, so a class in place of tqdm passes the counts on,
+and `Console` draws them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from assay.models.attention import Padded
-from assay.models.bars import reported_bars
-from assay.models.base import LoadReport, PolicyModel
+from assay.models.base import LoadOptions, LoadReport, PolicyModel
 from assay.types import UserError, missing_extra
+
+BYTES = "B"  # unit of bars that count bytes
+
+
+def reporting_bar(report: LoadReport | None, unit: str, only: str | None = None) -> type[tqdm]:
+    """A class like tqdm that draws nothing and passes its counts to `report`, as counts of `unit`.
+
+    `only`: bars with another tqdm unit report nothing, and if several count the same, the largest count is reported.
+    """
+    lock, most = Lock(), 0  # bars are updated by several threads
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": True})
+            self.reports = report is not None and only in (None, options.get("unit"))
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in self.iterable:
+                yield item
+                self.update()
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal most
+            with lock:
+                self.n += n or 0
+                if self.reports and report is not None and self.total and self.n > most:
+                    most = 0 if only is None else int(self.n)
+                    report(int(self.n), int(self.total), unit)
+
+    return ReportingBar
+
+
+@contextmanager
+def reported_bars(report: LoadReport | None) -> Iterator[None]:
+    """Within the block, bars of transformers are not drawn, and `report` receives how many weights are loaded."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging
+
+    bar, shown = reporting_bar(report, "tensors"), logging.is_progress_bar_enabled()
+    hook, gguf_bar = logging.set_tqdm_hook(lambda _, args, options: bar(*args, **options)), gguf.tqdm
+    gguf.tqdm = bar  # does not ask the hook
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(hook)
+        gguf.tqdm = gguf_bar
+        if shown:
+            logging.enable_progress_bar()
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,29 +125,23 @@ def scatter(values: Tensor, layout: Padded) -> Tensor:
     return values.new_zeros(layout.batch * layout.longest).index_copy(0, layout.slots, values)
 
 
-def load_fallback(
-    folder: Path,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    report: LoadReport | None = None,
-) -> HFModel:
-    """Load with transformers. `gguf_file`: name of a GGUF file in the folder. `report`: receives numbers of tensors."""
+def load_fallback(folder: Path, options: LoadOptions, gguf_file: str | None = None) -> HFModel:
+    """Load with transformers. `gguf_file`: name of a GGUF file in the folder."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "local_files_only": True}
+    given: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     what = folder / gguf_file if gguf_file else folder
     if gguf_file is not None:
         if importlib.util.find_spec("accelerate") is None:
             raise missing_extra(f"loading {what} with transformers", "gguf")
-        options["gguf_file"] = gguf_file
+        given["gguf_file"] = gguf_file
         if hasattr(transformers, "GgufConfig"):  # keeps GGUF weights quantised, hence not trainable, by default
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with reported_bars(report):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        with reported_bars(options.report):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True, local_files_only=True, **given
+            )
     except Exception as error:  # a damaged file can raise any error in transformers
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"transformers cannot load the model in {what}: {reason}") from error
@@ -100,4 +149,4 @@ def load_fallback(
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"the model in {what} lacks weights that {type(hf).__name__} needs: {', '.join(missing[:5])}")
-    return HFModel(hf.to(device))
+    return HFModel(hf.to(options.device))

@@ -71,8 +71,8 @@ def chunk_sums(value: Tensor, at_once: int) -> Tensor:
 def combined(sums: Iterable[int]) -> int:
     """The hash of the chunk sums of one weight, modulo 2**64."""
     total = 0
-    for one in sums:
-        total = (total * 0x5851F42D4C957F2D + one + 0x14057B7EF767814F) % 2**64
+    for value in sums:
+        total = (total * 0x5851F42D4C957F2D + value + 0x14057B7EF767814F) % 2**64
     return total
 
 

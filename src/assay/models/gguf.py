@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.models.base import LoadReport, PolicyModel
+from assay.models.base import LoadOptions, PolicyModel
 from assay.models.decoder import WeightLoader, llama3_frequencies
 from assay.models.fallback import load_fallback
 from assay.models.spec import FAMILIES, LLAMA3_SCALING, Family, ModelSpec, checked_size
@@ -39,22 +39,16 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def load_gguf(
-    path: Path,
-    *,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    report: LoadReport | None = None,
-) -> PolicyModel:
-    """`Decoder` for files of its families; transformers for other architectures. `report`: see `load_model`."""
+def load_gguf(path: Path, options: LoadOptions) -> PolicyModel:
+    """`Decoder` for files of its families; transformers for other architectures."""
     reader = open_gguf(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = spec_from_gguf(reader, tensors, path)
     if spec is None:
-        return load_fallback(path.parent, device=device, dtype=dtype, gguf_file=path.name, report=report)
+        return load_fallback(path.parent, options, path.name)
     if spec.parameters > 8 * path.stat().st_size:  # every format takes at least a bit per weight
         raise UserError(f"'{path}' asks for {spec.parameters:,} weights, which it is too small to hold: fetch it again")
-    loader = WeightLoader(spec, f"the model in '{path}'", device, dtype, report)
+    loader = WeightLoader(spec, f"the model in '{path}'", options)
     names = hf_names(loader.targets, value_of(reader, "general.architecture"), spec.layers)
     if spec.tied:
         names["output.weight"] = "model.embed_tokens.weight"

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.models.bars import BYTES, reporting_bar
-from assay.models.base import LoadReport, PolicyModel
-from assay.models.decoder import Decoder, WeightLoader
-from assay.models.fallback import load_fallback
+from assay.models.base import LoadOptions, LoadReport, PolicyModel
+from assay.models.decoder import Decoder, WeightLoader, empty_decoder
+from assay.models.fallback import BYTES, load_fallback, reporting_bar
 from assay.models.gguf import is_gguf, load_gguf
 from assay.models.spec import FAMILIES, ModelSpec, spec_from_hf
 from assay.system.model_files import check_model_files
@@ -43,14 +42,15 @@ def load_model(
     `report`: receives how much is loaded and how much there is: parameters of the decoder, tensors of other models,
     or bytes of a download.
     """
+    options = LoadOptions(device, dtype, report, trust_remote_code)
     path = Path(source).expanduser()
     if path.is_file():
         if not is_gguf(path):
             raise UserError(f"'{source}' is a file, but not a GGUF: give {FORMS}")
-        return load_gguf(path, device=device, dtype=dtype, report=report)
+        return load_gguf(path, options)
     if not path.is_dir():
         path = fetch_model(source, cache_dir, report)
-    return load_folder(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code, report=report)
+    return load_folder(path, options)
 
 
 def fetch_model(source: str, cache_dir: str | Path | None = None, report: LoadReport | None = None) -> Path:
@@ -76,22 +76,15 @@ def fetch_model(source: str, cache_dir: str | Path | None = None, report: LoadRe
     return folder
 
 
-def load_folder(
-    folder: Path,
-    *,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    report: LoadReport | None = None,
-) -> PolicyModel:
+def load_folder(folder: Path, options: LoadOptions) -> PolicyModel:
     check_model_files(folder)
     config = read_json(folder / "config.json", f"'{folder}' is not a model folder: it has no config.json; give {FORMS}")
     spec = spec_from_hf(config)
     files = weight_files(folder)
     if spec is None:
-        return load_fallback(folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code, report=report)
+        return load_fallback(folder, options)
     check_size(folder, spec, files)
-    loader = WeightLoader(spec, f"the model in '{folder}'", device, dtype, report)
+    loader = WeightLoader(spec, f"the model in '{folder}'", options)
     for file in files:
         (load_safetensors if file.suffix == ".safetensors" else load_pickled)(file, loader)
     return loader.finish()
@@ -108,9 +101,7 @@ def empty_model(folder: Path, device: str | torch.device, dtype: torch.dtype) ->
     spec = spec_from_hf(read_json(folder / "config.json", f"'{folder}' has no config.json"))
     if spec is None:
         return None
-    with torch.device("meta"):
-        model = Decoder(spec).to(dtype)
-    model.to_empty(device=device)
+    model = empty_decoder(spec, device, dtype)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
@@ -251,9 +242,6 @@ def preset(name: str, vocab_size: int, max_length: int) -> ModelSpec:
 
 def build_preset(name: str, vocab_size: int, max_length: int, seed: int) -> Decoder:
     """A preset with random weights, which depend on the seed only."""
-    spec = preset(name, vocab_size, max_length)
-    with torch.device("meta"):  # the layers' own random initialisation would be thrown away
-        model = Decoder(spec)
-    model.to_empty(device="cpu")
+    model = empty_decoder(preset(name, vocab_size, max_length), "cpu")
     model.initialise(seed)
     return model

@@ -3,7 +3,7 @@
 Logits of many tokens over a large vocabulary would be the largest tensor of a pass. They are computed for a slice of
 tokens at a time, and replaced by their gradient in place where possible, so that only one slice is ever in memory.
 
-`scores_of` and `gradient_of` are the two passes over logits. On a GPU they run as Triton kernels (`scoring_kernels`);
+`scores_of` and `gradient_of` are the two passes over logits. On a GPU they run as Triton kernels (`kernels`);
 the torch code here is the reference, and computes everywhere else.
 """
 
@@ -131,9 +131,9 @@ def triton_for(logits: Tensor) -> Any:
     """The module of Triton kernels for logits on a GPU; None elsewhere."""
     if logits.dtype == torch.float64 or not uses_triton(logits.device):
         return None
-    from assay.models import scoring_kernels
+    from assay.models import kernels
 
-    return scoring_kernels
+    return kernels
 
 
 def token_logprobs(
@@ -219,7 +219,7 @@ def scores(
         return score(before, targets)
     else:  # slices are recomputed in the backward pass, so that only one slice of logits is in memory
         slices = [checkpoint(score, part, target, use_reentrant=False) for part, target in parts]
-    return torch.cat([one[0] for one in slices]), torch.cat([one[1] for one in slices])
+    return torch.cat([part[0] for part in slices]), torch.cat([part[1] for part in slices])
 
 
 def sharded_head(model: PolicyModel) -> Any:

@@ -48,9 +48,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor, shape: Sequence[int]) -> Tensor:
     """The weight in the dtype of its scales."""
     if uses_triton(codes.device) and scales.dtype in (torch.bfloat16, torch.float32):
-        from assay.models import quantize_kernels
+        from assay.models import kernels
 
-        return quantize_kernels.dequantize(codes, scales, shape, value_table(codes.device, torch.float32)[0])
+        return kernels.dequantize(codes, scales, shape, value_table(codes.device, torch.float32)[0])
     exact = torch.promote_types(scales.dtype, torch.float32)
     pairs = F.embedding(codes.int(), value_table(codes.device, exact)[1])
     blocks = pairs.view(-1, BLOCK) * scales.to(exact)[:, None]

@@ -5,9 +5,8 @@ from assay.rewards.extract import EXTRACTORS, extract
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.importing import load_object
 from assay.rewards.judge import Judge, RewardMix, check_verdicts
-from assay.rewards.judge_panel import JudgePanel, Judging
 from assay.rewards.numeric import Unreadable
-from assay.rewards.pool import JudgePool
+from assay.rewards.pool import JudgePanel, JudgePool, Judging
 from assay.rewards.verifiers import CountdownJudge, MathJudge, MathVerifyJudge
 
 __all__ = [

@@ -1,8 +1,8 @@
 r"""Equality of an extracted answer and the gold answer, which decides how they are compared.
 
-A number is compared exactly (see `numeric`); a set of real numbers as a set (see `sets`); a list, tuple, set or matrix
-part by part (see `structure`); words and multiple-choice letters as text; any other expression by math-verify (see
-`latex`). "a \pm b" is two values. The other sides of an equation must name the value (see `names`) or be equal to it.
+A number is compared exactly (see `numeric`); a set of real numbers as a set, and a list, tuple, set or matrix part by
+part (see `structure`); words and multiple-choice letters as text; any other expression by math-verify (see `latex`).
+"a \pm b" is two values. The other sides of an equation must name the value (see `structure`) or be equal to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import lru_cache, partial
 
 from assay.rewards.expressions import calculate
 from assay.rewards.latex import check_expression, check_vocabulary, check_work, real_value, same_expression
-from assay.rewards.names import VARIABLE, is_function_value, is_name, names_of
 from assay.rewards.numeric import (
     CACHE_SIZE,
     MAX_ANSWER_CHARS,
@@ -28,8 +27,19 @@ from assay.rewards.numeric import (
     split_unit,
     tidy,
 )
-from assay.rewards.sets import same_real_set
-from assay.rewards.structure import Structure, list_items, read_structure, same_structure, split
+from assay.rewards.structure import (
+    MEMBER,
+    VARIABLE,
+    Structure,
+    is_function_value,
+    is_name,
+    list_items,
+    names_of,
+    read_structure,
+    same_real_set,
+    same_structure,
+    split,
+)
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .,'-]*[A-Za-z]")
 _BASES_TEXT = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -47,7 +57,6 @@ _ROUNDED = re.compile(r"(.*\S)\s*\\approx\s*([-+]?[0-9][0-9,]*(?:\.([0-9]+))?)",
 _TWO_SIGNS = re.compile(r"[-+]\s*[-+]")
 _ADJACENT_LETTER = re.compile(r"[0-9}][A-Za-z]")
 _IN_BRACKETS = re.compile(r"\(([^()]*)\)|\\\{([^{}]*)\\\}")
-_MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
 _ONE_OF = re.compile(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
 _SYMBOL = re.compile(r"\\(?:begin|end)\s*\{\w+\}|\\[A-Za-z]+|[A-Za-z]")
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -265,7 +274,7 @@ def _same_scalar(answer: str, theirs: Statement, gold: str) -> bool:
         value = _renamed(value, *variables)
     if read_structure(value) is not None:
         raise WrongForm("the answer has several values, the gold answer has one")
-    value, unit = split_unit(_MEMBER.sub("", value) if theirs.value == "\\emptyset" else value)
+    value, unit = split_unit(MEMBER.sub("", value) if theirs.value == "\\emptyset" else value)
     expected, gold_unit = split_unit(theirs.value)
     if not compatible(unit, gold_unit) or (unit.known == "degree" and not gold_unit.known and "\\pi" in expected):
         return False

@@ -209,7 +209,7 @@ CONSTANT_TOLERANCE = 1e-60  # of numbers, which are compared more exactly
 
 def differ(first: Any, second: Any) -> bool:
     """Return whether two sympy expressions have different values at a sample point."""
-    return any(not _close(one, other) for one, other in _values(first, second))
+    return any(not _close(ours, theirs) for ours, theirs in _values(first, second))
 
 
 def proportional(first: Any, second: Any) -> bool | None:
@@ -217,15 +217,15 @@ def proportional(first: Any, second: Any) -> bool | None:
 
     None: unknown.
     """
-    one, other = _normal(first), _normal(second)
-    if one is None or other is None:
+    ours, theirs = _normal(first), _normal(second)
+    if ours is None or theirs is None:
         return None
-    if one[0] != other[0]:
+    if ours[0] != theirs[0]:
         return False
-    ratios = [left / right for sign in (1, -1) for left, right in _values(one[1], other[1], sign) if right]
+    ratios = [left / right for sign in (1, -1) for left, right in _values(ours[1], theirs[1], sign) if right]
     if len(ratios) < 2:
         return None
-    is_equation = one[0] == "Equality"
+    is_equation = ours[0] == "Equality"
     return all(_close(ratio, ratios[0]) and (abs(ratio) if is_equation else ratio.real) > TOLERANCE for ratio in ratios)
 
 
@@ -260,8 +260,8 @@ def value_at(expression: Any, where: dict[Any, float]) -> complex | None:
     return value if abs(value) < 1e300 else None  # also excludes infinities and NaN
 
 
-def _close(one: complex, other: complex) -> bool:
-    return abs(one - other) <= 1e4 * TOLERANCE * max(abs(one), abs(other), 1e-9)
+def _close(ours: complex, theirs: complex) -> bool:
+    return abs(ours - theirs) <= 1e4 * TOLERANCE * max(abs(ours), abs(theirs), 1e-9)
 
 
 MAX_SYMBOLIC_CHARS = 1_000  # of an expression handed to math-verify

@@ -2,29 +2,32 @@
 
 The score is the expected value under the probabilities that the model gives to the possible scores, not only the one
 that it writes; a yes/no question gives the probability of yes. Where the endpoint reports no probabilities, the text of
-the reply is read.
+the reply is read. Replies can be cached on disk, those of reward models too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
+import os
 import re
+import stat
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from assay.config import JudgeConfig
-from assay.rewards.cache import ReplyCache
-from assay.rewards.judge import judged_fields
-from assay.rewards.pool import GroupItem, Item, JudgeReport
+from assay.rewards.pool import Item, JudgeModel, JudgeReport
 from assay.system.openai_client import Endpoint, EndpointError, Usage
-from assay.types import Prompt, Status, UserError, Verdict, excerpt
+from assay.types import Status, UserError, Verdict, excerpt
 
 PATH = "/chat/completions"
 TOP_LOGPROBS = (20, 5, 0)  # alternatives per token that are requested; fewer if the endpoint rejects it; 0: none
@@ -66,10 +69,8 @@ class Judged(NamedTuple):
     written: str
 
 
-class ModelJudge:
-    """Judges answers by requests to a model, concurrently. Has the interface of `JudgePool`."""
-
-    wants_prompt = True
+class ModelJudge(JudgeModel):
+    """Judges answers by requests to a model, concurrently."""
 
     def __init__(self, cfg: JudgeConfig) -> None:
         self.cfg = cfg
@@ -82,12 +83,6 @@ class ModelJudge:
         self._top = list(TOP_LOGPROBS if cfg.probabilities else (0,))
         self._asked: dict[str, asyncio.Task[dict[str, Any]]] = {}  # requests under way, which equal ones share
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self.endpoint.close()
 
@@ -97,13 +92,6 @@ class ModelJudge:
 
     def describe_usage(self) -> str:
         return f"judge {self.cfg.model}: {self.usage}" + (f", {self.cached:,} from the cache" if self.cached else "")
-
-    def fields(self, prompt: Prompt) -> Mapping[str, Any]:
-        """Return the fields of a prompt as the judge needs them."""
-        return judged_fields(self, prompt)
-
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-        return self.judge([(completion, answer, fields)])[0]
 
     def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
         """Return one verdict per (completion, gold answer, fields), in order."""
@@ -117,10 +105,6 @@ class ModelJudge:
             for future in futures:
                 future.cancel()
 
-    def judge_groups(self, groups: Sequence[GroupItem], report: JudgeReport | None = None) -> list[list[Verdict]]:
-        flat = iter(self.judge([(text, *group[1:]) for group in groups for text in group[0]], report))
-        return [[next(flat) for _ in group[0]] for group in groups]
-
     # -- these run in the thread of the endpoint's loop
 
     async def _verdict(self, item: Item) -> Verdict:
@@ -131,19 +115,19 @@ class ModelJudge:
             return Verdict(0.0, status, detail=str(error))
         except UserError as error:
             return Verdict(0.0, Status.ERROR, detail=str(error))
-        reward = sum(one.reward for one in judged) / len(judged)
+        reward = sum(reply.reward for reply in judged) / len(judged)
         names = [f"yes_{number}" for number in range(1, len(judged) + 1)] if self.cfg.questions else ["score"]
-        parts = {name: one.score for name, one in zip(names, judged, strict=True)}
+        parts = {name: reply.score for name, reply in zip(names, judged, strict=True)}
         status = Status.OK if reward >= self.cfg.threshold else Status.WRONG
-        return Verdict(reward, status, ", ".join(one.written for one in judged), parts)
+        return Verdict(reward, status, ", ".join(reply.written for reply in judged), parts)
 
     def _requests(self, item: Item) -> list[str]:
         """The messages to the model: one per question, or one with the rubric."""
         completion, gold, fields = item
         values = {"answer": completion, "gold": gold, "question": question_of(fields), "scale": str(self.cfg.scale)}
         template = self.template or (CHECK if self.cfg.questions else SCORE) % (REFERENCE if gold else "")
-        filled = [{"check": one} for one in self.cfg.questions] or [{"rubric": self.rubric}]
-        return [fill(template, {"rubric": self.rubric, "check": "", **values, **one}) for one in filled]
+        checks = self.cfg.questions or [""]
+        return [fill(template, values | {"rubric": self.rubric, "check": check}) for check in checks]
 
     async def _ask(self, text: str) -> Judged:
         reply = await self._reply(text)
@@ -259,8 +243,8 @@ def tokens_of(content: Any) -> list[list[Any]]:
     tokens: list[list[Any]] = []
     for entry in content if isinstance(content, list) else ():
         try:
-            own = [entry, *(entry.get("top_logprobs") or ())]
-            alternatives = {str(one["token"]): float(one["logprob"]) for one in own}
+            given = [entry, *(entry.get("top_logprobs") or ())]
+            alternatives = {str(alternative["token"]): float(alternative["logprob"]) for alternative in given}
             tokens.append([str(entry["token"]), {t: p for t, p in alternatives.items() if math.isfinite(p)}])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return []
@@ -330,3 +314,82 @@ def read_yes_no(reply: Mapping[str, Any]) -> Judged | None:
     if len(given) > 1 and (mass := given.get("yes", 0.0) + given.get("no", 0.0)) > 0:
         probability = given.get("yes", 0.0) / mass
     return Judged(probability, probability, written)
+
+
+MAX_REPLY_BYTES = 64 * 2**20  # of one reply
+
+
+class ReplyCache:
+    """JSON objects by request, one file each, whose name is a digest of the request.
+
+    Several processes may use a folder: files are written whole or not at all.
+
+    A file without a valid reply counts as missing. The first such file, or the first reply that cannot be stored, is
+    reported by a warning.
+    """
+
+    def __init__(self, folder: str | Path, is_valid: Callable[[Mapping[str, Any]], bool] = bool) -> None:
+        self.folder, self.is_valid = Path(folder).expanduser(), is_valid
+        self._warned = False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Where everyone may write, other users could choose rewards.
+            self._only_own = bool(self.folder.stat().st_mode & stat.S_IWOTH)
+        except OSError as error:
+            raise UserError(f"judge.cache: cannot create {self.folder}: {error.strerror or error}") from None
+
+    def get(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        file = self._file(request)
+        try:
+            return self._read(file)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"cannot read {file} ({error.strerror or error})")
+        except (ValueError, RecursionError) as error:
+            self._warn(f"{file} is not a reply ({error})")
+        return None
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        with open(file, "rb", opener=_open_regular) as opened:
+            info = os.fstat(opened.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_REPLY_BYTES:
+                raise ValueError("not a regular file" if info.st_size <= MAX_REPLY_BYTES else "too large")
+            if self._only_own and info.st_uid != os.geteuid():
+                raise ValueError("written by another user, in a folder that everyone may write to")
+            reply = json.loads(opened.read(MAX_REPLY_BYTES))
+        if not isinstance(reply, dict) or not self.is_valid(reply):
+            raise ValueError("it has another form")
+        return reply
+
+    def put(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
+        """Store a reply. A disk that is full or not writable is no reason to fail: the reply is then not stored."""
+        file = self._file(request)
+        name = ""
+        try:
+            file.parent.mkdir(exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8"
+            ) as new:
+                name = new.name
+                json.dump(reply, new)
+            os.replace(name, file)
+        except OSError as error:
+            self._warn(f"cannot write {file} ({error.strerror or error})")
+            with suppress(OSError):
+                os.unlink(name)
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"judge.cache: {problem}; replies that are not cached are requested again", stacklevel=3)
+
+    def _file(self, request: Mapping[str, Any]) -> Path:
+        text = json.dumps(request, sort_keys=True, ensure_ascii=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return self.folder / digest[:2] / f"{digest[2:]}.json"
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open neither the target of a link nor a pipe that waits for a writer."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

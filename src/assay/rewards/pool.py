@@ -1,18 +1,22 @@
-"""Judge completions in sandboxed worker processes (see `assay.system`), with a time limit per completion."""
+"""Judging the answers of a run: in sandboxed worker processes (see `assay.system`) with a time limit per completion,
+and by a model, whose rewards are added by weight."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Any, Literal, Self
 
 from assay.rewards.code import CodeJudge
 from assay.rewards.functions import FunctionJudge
 from assay.rewards.judge import (
     Judge,
+    RewardMix,
     failed_verdict,
     inner_judges,
     judge_group_safely,
@@ -38,7 +42,43 @@ _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b[A-Z]{5,}\b")
 _REFUSED = re.compile(r"PermissionError|Errno 1[,\]]|Errno 13\b|Permission denied|not permitted")
 
 
-class JudgePool:
+class Judging(ABC):
+    """What judges the answers of a run. A context manager, which closes it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def fields(self, prompt: Prompt) -> Mapping[str, Any]:
+        """Return the fields of a prompt as its judge needs them."""
+
+    @abstractmethod
+    def judge_groups(self, groups: Sequence[GroupItem], report: JudgeReport | None = None) -> list[list[Verdict]]:
+        """Return the verdicts on all completions of each prompt."""
+
+    def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
+        """Return one verdict per (completion, gold answer, fields), in order."""
+        return [verdict for (verdict,) in self.judge_groups([([item[0]], *item[1:]) for item in items], report)]
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def single_items(groups: Sequence[GroupItem]) -> list[Item]:
+    """The items of all groups, one after the other."""
+    return [(completion, *group[1:]) for group in groups for completion in group[0]]
+
+
+def regroup(verdicts: Iterable[Verdict], groups: Sequence[GroupItem]) -> list[list[Verdict]]:
+    """Verdicts on `single_items`, by group."""
+    remaining = iter(verdicts)
+    return [list(islice(remaining, len(group[0]))) for group in groups]
+
+
+class JudgePool(Judging):
     """Judges items in `workers` processes; verdicts are returned in the order of the items.
 
     An item that takes longer than `timeout_s` gets status timeout, one on which two workers die gets status error (see
@@ -77,26 +117,15 @@ class JudgePool:
             self._settings = _worker_settings(judge, timeout_s, memory_gb, sandbox, pass_env)
             self._pool = WorkerPool(self._settings, workers, parse_verdicts)
 
-    def __enter__(self) -> JudgePool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def fields(self, prompt: Prompt) -> Mapping[str, Any]:
-        """Return the fields of a prompt as its judge needs them."""
         return judged_fields(self._judge, prompt)
 
-    def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
-        """Return one verdict per (completion, gold answer, fields), in order. Thread-safe."""
-        return [verdict for (verdict,) in self._judge_together([([item[0]], *item[1:]) for item in items], report)]
-
     def judge_groups(self, groups: Sequence[GroupItem], report: JudgeReport | None = None) -> list[list[Verdict]]:
-        """Return the verdicts on all completions of each prompt. Thread-safe."""
+        """Thread-safe, like `judge`."""
         if sees_group(self._judge):
             return self._judge_together(groups, report)
-        flat = iter(self.judge([(completion, *group[1:]) for group in groups for completion in group[0]], report))
-        return [[next(flat) for _ in group[0]] for group in groups]
+        separate = self._judge_together([([item[0]], *item[1:]) for item in single_items(groups)], report)
+        return regroup(chain.from_iterable(separate), groups)
 
     def _judge_together(self, groups: Sequence[GroupItem], report: JudgeReport | None) -> list[list[Verdict]]:
         """Judge each group in one call."""
@@ -180,7 +209,7 @@ def parse_verdicts(value: Any) -> list[Verdict]:
     """Check what a worker sent as verdicts on the answers to a prompt. Raises BadMessage if it is invalid."""
     if not isinstance(value, list):
         raise BadMessage("it is not a list of verdicts")
-    return [parse_verdict(one) for one in value]
+    return [parse_verdict(verdict) for verdict in value]
 
 
 def parse_verdict(value: Any) -> Verdict:
@@ -227,8 +256,8 @@ def least_timeout_s(judge: Any) -> float:
 
     With a shorter one, a program that never ends would cost its worker process instead of ending by itself.
     """
-    own = judge.timeout_s + MARGIN_S if isinstance(judge, CodeJudge) else 0.0
-    return max([own, *map(least_timeout_s, inner_judges(judge))])
+    shortest = judge.timeout_s + MARGIN_S if isinstance(judge, CodeJudge) else 0.0
+    return max([shortest, *map(least_timeout_s, inner_judges(judge))])
 
 
 def is_user_code(judge: Any) -> bool:
@@ -237,3 +266,84 @@ def is_user_code(judge: Any) -> bool:
     if isinstance(judge, FunctionJudge) or module.partition(".")[0] != "assay":
         return True
     return any(map(is_user_code, inner_judges(judge)))
+
+
+class JudgeModel(Judging):
+    """A model as judge, which reads the conversation and judges each answer by itself."""
+
+    wants_prompt = True
+
+    @abstractmethod
+    def describe_usage(self) -> str:
+        """What the model has been asked so far, for people."""
+
+    def fields(self, prompt: Prompt) -> Mapping[str, Any]:
+        return judged_fields(self, prompt)
+
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
+        return self.judge([(completion, answer, fields)])[0]
+
+    @abstractmethod
+    def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]: ...
+
+    def judge_groups(self, groups: Sequence[GroupItem], report: JudgeReport | None = None) -> list[list[Verdict]]:
+        return regroup(self.judge(single_items(groups), report), groups)
+
+
+PART = "judge"  # name of the model's reward in `Verdict.parts`
+
+
+class JudgePanel(Judging):
+    """reward = reward of the verifiers + weight x reward of the model.
+
+    The verifiers' weights are part of their reward. With `mix`, the model decides status and parsed answer, and `mix`
+    computes its reward; without, the verifiers decide them. If the model fails or does not answer in time, the status
+    is error: such an answer is not trained on. The model is never asked in a worker process: workers have no network,
+    and must not see the API key.
+    """
+
+    def __init__(
+        self,
+        model: JudgeModel,
+        weight: float = 1.0,
+        verifiers: JudgePool | None = None,
+        mix: RewardMix | None = None,
+    ) -> None:
+        assert verifiers is not None or mix is not None
+        self.model, self.weight, self.verifiers, self.mix = model, weight, verifiers, mix
+
+    def close(self) -> None:
+        try:
+            self.model.close()
+        finally:
+            if self.verifiers is not None:
+                self.verifiers.close()
+
+    def describe_usage(self) -> str:
+        return self.model.describe_usage()
+
+    def fields(self, prompt: Prompt) -> Mapping[str, Any]:
+        return self.model.fields(prompt)
+
+    def judge_groups(self, groups: Sequence[GroupItem], report: JudgeReport | None = None) -> list[list[Verdict]]:
+        verified = self.verifiers.judge_groups(groups) if self.verifiers is not None else None
+        judged = self.model.judge_groups(groups, report)
+        combined = []
+        for index, (texts, *_) in enumerate(groups):
+            first = verified[index] if verified is not None else [None] * len(texts)
+            combined.append(list(map(self._sum, first, judged[index], texts)))
+        return combined
+
+    def _sum(self, verified: Verdict | None, judged: Verdict, completion: str) -> Verdict:
+        if judged.status in (Status.ERROR, Status.TIMEOUT):
+            parsed, parts = (verified.parsed, verified.parts) if verified is not None else (None, {})
+            return Verdict(0.0, Status.ERROR, parsed, dict(parts), f"{PART}: {judged.detail}")
+        shaped = self.mix.shape(judged, completion) if self.mix is not None else judged
+        parts = {**(verified.parts if verified is not None else {}), **shaped.parts, PART: shaped.reward}
+        if verified is None:
+            return Verdict(self.weight * shaped.reward, shaped.status, shaped.parsed, parts)
+        if verified.status is Status.ERROR:
+            return Verdict(0.0, Status.ERROR, verified.parsed, parts, verified.detail)
+        first = shaped if self.mix is not None else verified
+        reward = verified.reward + self.weight * shaped.reward
+        return Verdict(reward, first.status, first.parsed, parts, first.detail)

@@ -9,17 +9,15 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from assay.config import JudgeConfig
-from assay.rewards.cache import ReplyCache
-from assay.rewards.judge import judged_fields
-from assay.rewards.model_judge import ModelJudge, is_finite_number, question_of
-from assay.rewards.pool import GroupItem, Item, JudgeReport
+from assay.rewards.model_judge import ModelJudge, ReplyCache, is_finite_number, question_of
+from assay.rewards.pool import Item, JudgeModel, JudgeReport
 from assay.rewards.reward_model_worker import RewardModelProcess
 from assay.system.openai_client import Endpoint, EndpointError, Usage
 from assay.system.spawn import WorkerDied, exit_reason
-from assay.types import Prompt, Status, UserError, Verdict
+from assay.types import Status, UserError, Verdict
 
 AT_ONCE = 256  # conversations per call of the process, between which progress is reported
 PATHS = {"classify": "/classify", "pooling": "/pooling", "sglang": "/classify"}
@@ -27,14 +25,12 @@ Conversation = list[dict[str, str]]
 Outputs = list[float] | Verdict  # the outputs of the model, or the verdict on a conversation without
 
 
-def make_model_judge(cfg: JudgeConfig) -> ModelJudge | RewardModelJudge:
+def make_model_judge(cfg: JudgeConfig) -> JudgeModel:
     return RewardModelJudge(cfg) if cfg.kind == "reward_model" else ModelJudge(cfg)
 
 
-class RewardModelJudge:
-    """Judges answers by the outputs of a classification model. Has the interface of `JudgePool`."""
-
-    wants_prompt = True
+class RewardModelJudge(JudgeModel):
+    """Judges answers by the outputs of a classification model."""
 
     def __init__(self, cfg: JudgeConfig) -> None:
         self.cfg = cfg
@@ -49,12 +45,6 @@ class RewardModelJudge:
         local = self.endpoint is None
         self.process = RewardModelProcess(cfg.model if local else cfg.tokenizer, cfg.device, with_model=local)
         self._identity = {"url": self.endpoint.url, "api": cfg.api} if self.endpoint else local_identity(cfg.model)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         try:
@@ -71,25 +61,14 @@ class RewardModelJudge:
         spent = str(self.usage) if self.endpoint else f"{self.judged:,} answers judged"
         return f"judge {self.cfg.model}: {spent}" + (f", {self.cached:,} from the cache" if self.cached else "")
 
-    def fields(self, prompt: Prompt) -> Mapping[str, Any]:
-        """Return the fields of a prompt as the judge needs them."""
-        return judged_fields(self, prompt)
-
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-        return self.judge([(completion, answer, fields)])[0]
-
     def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
         """Return one verdict per (completion, gold answer, fields), in order. Equal ones are computed once."""
         conversations = [conversation_of(item) for item in items]
-        keys = [str(one) for one in conversations]
-        known: dict[str, Outputs] = {}
-        wanted: dict[str, Conversation] = {}
-        for key, one in zip(keys, conversations, strict=True):
-            stored = self._stored(one) if key not in known and key not in wanted else None
-            if stored is not None:
-                known[key] = stored
-            elif key not in known:
-                wanted[key] = one
+        keys = [str(conversation) for conversation in conversations]
+        different = dict(zip(keys, conversations, strict=True))
+        stored = {key: self._stored(conversation) for key, conversation in different.items()}
+        known: dict[str, Outputs] = {key: outputs for key, outputs in stored.items() if outputs is not None}
+        wanted = {key: conversation for key, conversation in different.items() if key not in known}
         self.cached += sum(key in known for key in keys)
         if report is not None:
             report(len(known), len(items))
@@ -103,10 +82,6 @@ class RewardModelJudge:
             if report is not None:
                 report(sum(key in known for key in keys), len(items))
         return [self._verdict(known[key]) for key in keys]
-
-    def judge_groups(self, groups: Sequence[GroupItem], report: JudgeReport | None = None) -> list[list[Verdict]]:
-        flat = iter(self.judge([(text, *group[1:]) for group in groups for text in group[0]], report))
-        return [[next(flat) for _ in group[0]] for group in groups]
 
     def _verdict(self, outputs: Outputs) -> Verdict:
         if isinstance(outputs, Verdict):
@@ -145,8 +120,8 @@ class RewardModelJudge:
             return [failure(why) for _ in conversations]
         except RuntimeError as error:
             return [failure(f"the reward model failed: {error}") for _ in conversations]
-        self.judged += sum(isinstance(one, list) for one in results)
-        return [one if isinstance(one, list) else failure(one) for one in results]
+        self.judged += sum(isinstance(result, list) for result in results)
+        return [result if isinstance(result, list) else failure(result) for result in results]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
@@ -197,7 +172,7 @@ def conversation_of(item: Item) -> Conversation:
     """The messages of the prompt, or its question, and the answer."""
     completion, _, fields = item
     given = fields.get("messages")
-    messages = [dict(one) for one in given] if isinstance(given, list | tuple) and given else []
+    messages = [dict(message) for message in given] if isinstance(given, list | tuple) and given else []
     messages = messages or [{"role": "user", "content": question_of(fields)}]
     return [*messages, {"role": "assistant", "content": completion}]
 
@@ -210,7 +185,7 @@ def score_of(outputs: Sequence[float], cfg: JudgeConfig) -> float:
         if len(cfg.label_values) != len(outputs):
             raise UserError(f"judge.label_values has {len(cfg.label_values)} values, the model {len(outputs)} outputs")
         largest = max(outputs)
-        weights = [math.exp(one - largest) for one in outputs]
+        weights = [math.exp(output - largest) for output in outputs]
         return sum(w * value for w, value in zip(weights, cfg.label_values, strict=True)) / sum(weights)
     if cfg.label >= len(outputs):
         raise UserError(f"judge.label = {cfg.label}, but the model has {len(outputs)} outputs, numbered from 0")
@@ -233,7 +208,7 @@ def outputs_in(answer: Mapping[str, Any]) -> list[float] | None:
         values = values[-1]
     if type(values) in (int, float):  # SGLang: an encoder with one label
         values = [values]
-    return [float(one) for one in values] if is_outputs(values) else None  # type: ignore[union-attr]
+    return [float(value) for value in values] if is_outputs(values) else None  # type: ignore[union-attr]
 
 
 def with_usage(answer: Mapping[str, Any]) -> Mapping[str, Any]:

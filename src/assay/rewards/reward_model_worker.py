@@ -121,7 +121,7 @@ class RewardModelWorker:
     def _ids(self, item: Item) -> list[int]:
         if isinstance(item, str):
             return list(self.tokenizer(item)["input_ids"])
-        if not all(isinstance(one, Mapping) for one in item):
+        if not all(isinstance(part, Mapping) for part in item):
             return list(item)  # type: ignore[arg-type]
         messages: list[dict[str, str]] = list(map(dict, item))  # type: ignore[arg-type]
         if getattr(self.tokenizer, "chat_template", None):
@@ -137,13 +137,13 @@ class RewardModelWorker:
     def classify(self, items: Sequence[Item], batch_tokens: int, max_tokens: int = 0) -> list[tuple[Outputs, int]]:
         """The model's outputs and the number of tokens of each item, in order. `max_tokens`: per item; 0: no limit."""
         encoded = [self._encode(item) for item in items]
-        longest = min((one for one in (self.max_length, max_tokens) if one), default=0)
+        longest = min((limit for limit in (self.max_length, max_tokens) if limit), default=0)
         results: list[Outputs] = [problem or self._problem(ids, longest) for ids, problem in encoded]
         good = {index: ids for index, (ids, _) in enumerate(encoded) if not results[index]}
         for batch in self._batches(good, batch_tokens):
             for index, values in zip(batch, self._compute([good[index] for index in batch]), strict=True):
                 results[index] = values
-        return [(one, len(ids)) for one, (ids, _) in zip(results, encoded, strict=True)]
+        return [(result, len(ids)) for result, (ids, _) in zip(results, encoded, strict=True)]
 
     def _problem(self, ids: Sequence[int], longest: int) -> Failed:
         """Why the model cannot read these tokens; empty if it can."""

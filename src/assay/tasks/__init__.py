@@ -7,23 +7,6 @@ from __future__ import annotations
 
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import SPLITS, Task, check_gold, overlap
-from assay.tasks.code import Code
-from assay.tasks.countdown import Countdown
-from assay.tasks.datasets import GSM8K, Math
-from assay.tasks.jsonl import Jsonl
-from assay.tasks.registry import TASKS, make_task
+from assay.tasks.registry import make_task
 
-__all__ = [
-    "GSM8K",
-    "SPLITS",
-    "TASKS",
-    "Abacus",
-    "Code",
-    "Countdown",
-    "Jsonl",
-    "Math",
-    "Task",
-    "check_gold",
-    "make_task",
-    "overlap",
-]
+__all__ = ["SPLITS", "Abacus", "Task", "check_gold", "make_task", "overlap"]

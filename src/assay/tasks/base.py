@@ -74,6 +74,10 @@ def _check_prompt(prompt: Any, what: str) -> Prompt:
     return prompt
 
 
+def is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 def _wrong_field(prompt: Prompt) -> str:
     """The first field of a prompt whose value has a wrong type; empty if there is none."""
     if not isinstance(prompt.id, str):
@@ -81,7 +85,7 @@ def _wrong_field(prompt: Prompt) -> str:
     if not isinstance(prompt.messages, tuple | list) or not prompt.messages:
         return f"the messages {prompt.messages!r:.60}"
     for message in prompt.messages:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        if not is_message(message):
             return f"the message {message!r:.60}"
     if not isinstance(prompt.answer, str):
         return f"the answer {prompt.answer!r:.60} of type {type(prompt.answer).__name__}"

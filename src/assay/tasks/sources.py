@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.system.memory import check_data_fits
-from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split
+from assay.tasks.base import ALL, NoSuchSplit, Task, carve_validation, check_split, is_message
 from assay.tasks.parquet import is_parquet, read_parquet, shards_of
 from assay.types import Message, Prompt, UserError, missing_extra, plural
 
@@ -380,10 +380,8 @@ def prepared_row(prompt: Prompt, question: str) -> dict[str, Any]:
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise UserError(f'{where}: "messages" must be a list of {{"role", "content"}} objects')
-    for message in value:
-        well_formed = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not well_formed or not isinstance(message.get("content"), str):
-            raise UserError(f'{where}: each message needs a "role" and a "content", both text')
+    if not all(map(is_message, value)):
+        raise UserError(f'{where}: each message needs a "role" and a "content", both text')
     return tuple(Message(role=message["role"], content=message["content"]) for message in value)
 
 

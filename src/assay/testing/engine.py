@@ -42,17 +42,18 @@ class Record:
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
-            one = event.request_id
-            require(one not in self.errors, f"request {one}: an event follows a Failed event")
+            request_id = event.request_id
+            require(request_id not in self.errors, f"request {request_id}: an event follows a Failed event")
             if isinstance(event, Failed):
-                self.errors[one] = event.error
+                self.errors[request_id] = event.error
                 continue
-            require(event.sample not in self.completions[one], f"request {one}: an event follows a Finished event")
+            finished = self.completions[request_id]
+            require(event.sample not in finished, f"request {request_id}: an event follows a Finished event")
             if isinstance(event, TokenChunk):
-                self.chunks[one, event.sample].append(event)
+                self.chunks[request_id, event.sample].append(event)
             else:
                 require(isinstance(event, Finished), f"step returned {event!r:.60}, which is no event")
-                self.completions[one][event.sample] = event.completion
+                finished[event.sample] = event.completion
 
     def group(self, request_id: int) -> list[Completion]:
         """Finished samples of a request, in order."""
@@ -92,7 +93,7 @@ class Probe:
         """Completions of requests that must not fail, in order."""
         record, ids = self.run(requests)
         require(not record.errors, f"a valid request failed: {next(iter(record.errors.values()), '')}")
-        return [record.group(one) for one in ids]
+        return [record.group(request_id) for request_id in ids]
 
     def serve_one(self, request: Request) -> Completion:
         ((completion,),) = self.serve(request)
@@ -105,9 +106,9 @@ class Probe:
         """Add requests and step until all are finished; check all their events."""
         record, ids = Record(), [self.engine.add(request) for request in requests]
         require(len(set(ids)) == len(ids), "add returned the id of an unfinished request")
-        self.step(record, {one: request.params.n for one, request in zip(ids, requests, strict=True)}, wait)
-        for one, request in zip(ids, requests, strict=True):
-            for completion in record.completions[one].values():
+        self.step(record, dict(zip(ids, (request.params.n for request in requests), strict=True)), wait)
+        for request_id, request in zip(ids, requests, strict=True):
+            for completion in record.completions[request_id].values():
                 self.check_completion(completion, request)
         require(self.engine.step() == [], "step returned events although all requests were finished")
         return record, ids
@@ -115,7 +116,7 @@ class Probe:
     def step(self, record: Record, samples: dict[int, int], wait: bool = True) -> None:
         """Step until each request has yielded all its samples or has failed."""
         for _ in range(MAX_STEPS):
-            if all(one in record.errors or len(record.completions[one]) == n for one, n in samples.items()):
+            if all(key in record.errors or len(record.completions[key]) == n for key, n in samples.items()):
                 break
             events = self.engine.step(wait)
             require(bool(events) or not wait, "step(wait=True) returned nothing although a request was unfinished")
@@ -124,9 +125,9 @@ class Probe:
             record.add(events)
         else:
             raise Violation(f"requests are unfinished after {MAX_STEPS:,} steps")
-        for one, n in samples.items():
-            finished = sorted(record.completions[one])
-            complete = one in record.errors or finished == [*range(n)]
+        for request_id, n in samples.items():
+            finished = sorted(record.completions[request_id])
+            complete = request_id in record.errors or finished == [*range(n)]
             require(complete, f"{n} samples were requested and {finished} finished")
 
     def step_to_end(self, abort: bool = False) -> Record:
@@ -225,12 +226,12 @@ def invalid_requests(probe: Probe) -> None:
     }
     expected = probe.tokens(valid)[0]
     record, ids = probe.run([valid, *invalid.values(), valid])
-    for what, one in zip(invalid, ids[1:-1], strict=True):
-        require(one in record.errors, f"{what} yields no Failed event")
-        require("\n" not in record.errors[one].strip(), f"the error of {what} has several lines")
-    for one in (ids[0], ids[-1]):
-        require(one not in record.errors, "a valid request fails together with invalid ones")
-        require(record.tokens(one) == expected, "invalid requests change the result of a valid one")
+    for what, request_id in zip(invalid, ids[1:-1], strict=True):
+        require(request_id in record.errors, f"{what} yields no Failed event")
+        require("\n" not in record.errors[request_id].strip(), f"the error of {what} has several lines")
+    for request_id in (ids[0], ids[-1]):
+        require(request_id not in record.errors, "a valid request fails together with invalid ones")
+        require(record.tokens(request_id) == expected, "invalid requests change the result of a valid one")
 
 
 def lengths(probe: Probe) -> None:
@@ -273,8 +274,8 @@ def stop_strings(probe: Probe) -> None:
 def sampling(probe: Probe) -> None:
     greedy = probe.tokens(probe.request(), probe.request(replace(GREEDY, n=2), seed=5))
     require(len({tuple(ids) for group in greedy for ids in group}) == 1, "greedy samples differ")
-    ((one,),) = probe.tokens(probe.request(replace(probe.hot, top_k=1)))
-    require(one == greedy[0][0], "top_k = 1 does not give the greedy tokens")
+    ((ids,),) = probe.tokens(probe.request(replace(probe.hot, top_k=1)))
+    require(ids == greedy[0][0], "top_k = 1 does not give the greedy tokens")
     hot = probe.tokens(probe.request(replace(probe.hot, n=4)), probe.request(replace(probe.hot, n=4), seed=1))
     require(all(len({tuple(ids) for ids in group}) > 1 for group in hot), "all samples of a request are equal")
     require(hot[0] != hot[1], "requests with different seeds have equal samples")
@@ -388,7 +389,7 @@ def abort(probe: Probe) -> None:
 
 def check_aborted(record: Record, expected: set[tuple[int, int]]) -> None:
     """Only the expected samples may have finished or have chunks."""
-    finished = {(one, sample) for one, group in record.completions.items() for sample in group}
+    finished = {(request_id, sample) for request_id, group in record.completions.items() for sample in group}
     require(not record.errors, "a request failed while others were aborted")
     require(finished | set(record.chunks) <= expected, "an event follows the abort of its sample")
     require(finished == expected, "an abort drops samples that it does not name")
@@ -510,7 +511,7 @@ def calls_from_another_thread(probe: Probe) -> None:
     record.add(engine.step(wait=False))
     thread.join(timeout=60)
     require(not thread.is_alive(), "add, abort or release from another thread does not return")
-    finished_first = {one for one, group in record.completions.items() if group} - set(samples)
+    finished_first = {request_id for request_id, group in record.completions.items() if group} - set(samples)
     probe.step(record, samples | dict.fromkeys(finished_first, 1))
 
 

@@ -3,6 +3,8 @@
 Prompts are rendered by a chat template, or, for base models, by a plain text template such as
 "{examples}Question: {question}\\nAnswer:". Special tokens come from templates only. In content (messages, system text,
 few-shot examples, fields of a problem, tool results, worked solutions) a string such as "<|im_end|>" is ordinary text.
+
+For endpoints that take messages or text, `MessageRenderer` returns these instead of token ids.
 """
 
 from __future__ import annotations
@@ -417,3 +419,62 @@ class Renderer:
         ids = self.tokenizer.encode(after) if probe else []
         ends = [index for index in ids if index in self.tokenizer.eos_ids or index in self.tokenizer.special_ids]
         return ends[0] if ends else self.tokenizer.eos_id
+
+
+class MessageRenderer(Renderer):
+    """Renders prompts as messages (style "chat"), or as text of a plain text template (style "raw")."""
+
+    has_tokens = False
+
+    def __init__(
+        self,
+        *,
+        style: Literal["chat", "raw"] = "chat",
+        template: str | None = None,
+        system: str | None = None,
+        few_shot: Sequence[Shot] = (),
+    ) -> None:
+        """As for `Renderer`, but the endpoint applies the chat template of its model."""
+        if style == "chat" and template is not None:
+            raise UserError("prompt.template needs openai.api = completions: a chat endpoint has its own template")
+        self.style, self.system, self.few_shot = style, system, tuple(few_shot)
+        self._raw = RawTemplate(template or DEFAULT_TEMPLATE) if style == "raw" else None
+        self.stop_token_ids = ()
+        self.stop = self._raw.default_stop if self._raw else ()
+
+    @property
+    def unknown_id(self) -> int | None:
+        return None
+
+    def prompt_text(self, prompt: Prompt) -> str:
+        if self._raw:
+            return self._raw.render(prompt, self.system, self.few_shot)
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self._conversation(prompt))
+
+    def prompt_ids(self, prompt: Prompt) -> list[Any]:
+        return [self.prompt_text(prompt)] if self._raw else list(self._conversation(prompt))
+
+    def all_prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[Any]]:
+        return [self.prompt_ids(prompt) for prompt in prompts]
+
+    def next_turn_ids(self, prompt: Prompt, reply_ids: Sequence[Any], messages: Sequence[Message]) -> list[Any]:
+        if self._raw:
+            text = "\n".join(message["content"] for message in messages)
+            return [self._raw.next_question(text, self.decode(reply_ids))]
+        return list(messages)
+
+    def inline_ids(self, text: str) -> list[Any]:
+        if not self._raw:
+            raise UserError(
+                "this environment continues replies, which chat endpoints cannot: use openai.api completions"
+            )
+        return [text] if text else []
+
+    def rewritten_history(self) -> str:
+        return ""
+
+    def decode(self, ids: Sequence[Any]) -> str:
+        return "".join(ids)
+
+    def decode_all(self, completions: Sequence[Sequence[Any]]) -> list[str]:
+        return [self.decode(ids) for ids in completions]

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 LOSSES = """
 import os, signal, time, warnings
 from pathlib import Path
-from assay.algos.losses import ppo_clip
+from assay.algos.terms import ppo_clip
 from assay.types import UserError
 
 HERE = Path(__file__).parent

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from assay.models import logprobs
+from assay.models.quantize import NF4, dequantize, quantize, value_table
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+from assay.models import kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -35,22 +38,19 @@ def reference(
     return chosen.detach(), entropy.detach(), logits.grad
 
 
-@pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize(("rows", "size"), [(5, 7), (3, 300), (2, 9000)])
+@pytest.mark.parametrize(("with_entropy", "temperature"), [(True, 0.6), (False, 1.0)])
+@pytest.mark.parametrize(("rows", "size"), [(5, 7), (2, 9000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_give_scores_and_gradients(
     dtype: torch.dtype, rows: int, size: int, temperature: float, with_entropy: bool
 ) -> None:
-    from assay.models import scoring_kernels
-
     logits, targets, grad_logprobs, grad_entropy = example(rows, size, dtype)
     expected = reference(logits, targets, temperature, grad_logprobs, grad_entropy if with_entropy else None)
-    logps, entropies, partition = scoring_kernels.scores_of(logits, targets, temperature)
+    logps, entropies, partition = kernels.scores_of(logits, targets, temperature)
     assert logps.dtype == torch.float32
     torch.testing.assert_close(logps.double(), expected[0], rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(entropies.double(), expected[1], rtol=1e-5, atol=2e-5)
-    grad = scoring_kernels.gradient_of(
+    grad = kernels.gradient_of(
         logits, targets, temperature, entropies, partition, grad_logprobs, grad_entropy if with_entropy else None
     )
     assert grad is logits
@@ -70,18 +70,13 @@ def test_torch_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize("block", ["-inf", "finfo.min"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_blocked_tokens_count_for_nothing(
-    implementation: str, dtype: torch.dtype, temperature: float, block: str
-) -> None:
+@pytest.mark.parametrize(
+    ("module", "dtype"),
+    [(logprobs, torch.float64), (logprobs, torch.bfloat16), (kernels, torch.float32), (kernels, torch.bfloat16)],
+)
+def test_blocked_tokens_count_for_nothing(module: Any, dtype: torch.dtype, block: str) -> None:
     """The values and gradients are those of the vocabulary without the tokens whose logits are -inf or finfo.min."""
-    if implementation == "triton" and dtype == torch.float64:
-        pytest.skip("the kernels compute in float32")
-    from assay.models import scoring_kernels
-
-    module: Any = scoring_kernels if implementation == "triton" else logprobs
+    temperature = 0.6
     logits, targets, grad_logprobs, grad_entropy = example(4, 5000, dtype)
     grad_logprobs, grad_entropy = (x.double() if dtype == torch.float64 else x for x in (grad_logprobs, grad_entropy))
     logits[:, 7:4100] = -torch.inf if block == "-inf" else torch.finfo(dtype).min
@@ -100,11 +95,36 @@ def test_blocked_tokens_count_for_nothing(
 
 
 def test_no_rows() -> None:
-    from assay.models import scoring_kernels
-
     logits, targets, grad_logprobs, grad_entropy = example(0, 9, torch.float32)
-    logprobs, entropies, partition = scoring_kernels.scores_of(logits, targets, 1.0)
+    logprobs, entropies, partition = kernels.scores_of(logits, targets, 1.0)
     assert len(logprobs) == len(entropies) == len(partition) == 0
-    assert (
-        scoring_kernels.gradient_of(logits, targets, 1.0, entropies, partition, grad_logprobs, grad_entropy) is logits
-    )
+    assert kernels.gradient_of(logits, targets, 1.0, entropies, partition, grad_logprobs, grad_entropy) is logits
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (64, 64), (130, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_gives_the_values_of_the_torch_path(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    codes, scales = quantize(weight)
+    values = torch.tensor(NF4, device=DEVICE)
+    got = kernels.dequantize(codes.to(DEVICE), scales.to(DEVICE), shape, values)
+    assert got.dtype == dtype and got.shape == weight.shape
+    # Triton's interpreter truncates to bfloat16, a GPU rounds to nearest.
+    exact = DEVICE == "cuda" or dtype == torch.float32
+    torch.testing.assert_close(got.cpu(), dequantize(codes, scales, shape), rtol=0 if exact else 2**-7, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantizing_on_a_gpu_gives_the_codes_of_the_cpu(dtype: torch.dtype) -> None:
+    """A run may be resumed on another device, with the same base."""
+    weight = torch.randn(1000, 777, generator=torch.Generator().manual_seed(2)).to(dtype)
+    codes, scales = quantize(weight)
+    on_gpu = quantize(weight.cuda())
+    assert torch.equal(on_gpu[0].cpu(), codes) and torch.equal(on_gpu[1].cpu(), scales)
+    assert torch.equal(dequantize(*on_gpu, weight.shape).cpu(), dequantize(codes, scales, weight.shape))
+
+
+def test_bytes_are_pairs_of_values() -> None:
+    values, pairs = value_table(torch.device("cpu"), torch.float32)
+    assert pairs[0x3A].tolist() == [values[3], values[10]]

@@ -1,6 +1,12 @@
-"""`scores_of` and `gradient_of` of `logprobs` in Triton: each kernel reads every logit once and stores nothing else."""
+"""Triton kernels: `scores_of` and `gradient_of` of `logprobs`, and `dequantize` of `quantize`.
+
+The first two read every logit once and store nothing else. The last reads each code once and writes each weight once.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -103,3 +109,29 @@ def _gradient_of(
         factor += tl.load(grad_entropy + row) * (tl.where(prob > 0, logs, 0.0) + tl.load(entropies + row))
     grad = tl.where(column == tl.load(targets + row), grad_logprob, 0.0) - prob * factor
     tl.store(address, (grad * scale).to(logits.dtype.element_ty), mask=inside)
+
+
+BYTES = 1024  # codes per program
+
+
+def dequantize(codes: Tensor, scales: Tensor, shape: Sequence[int], values: Tensor) -> Tensor:
+    """`values`: the 16 values of codes, in float32."""
+    out = torch.empty(tuple(shape), device=codes.device, dtype=scales.dtype)
+    size = math.prod(shape)
+    if size:
+        _dequantize[(triton.cdiv(codes.numel(), BYTES),)](
+            codes, scales, values, out, size, codes.numel(), BYTES=BYTES, PER_SCALE=codes.numel() // scales.numel()
+        )
+    return out
+
+
+@triton.jit
+def _dequantize(codes, scales, values, out, size, code_bytes, BYTES: tl.constexpr, PER_SCALE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    inside = at < code_bytes
+    code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scales + at // PER_SCALE, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(values + (code >> 4)) * scale
+    second = tl.load(values + (code & 15)) * scale
+    place = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    tl.store(out + place, tl.interleave(first, second).to(out.dtype.element_ty), mask=place < size)

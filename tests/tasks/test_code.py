@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from assay.rewards import CodeJudge
 from assay.system.code_runner import start_runner
 from assay.tasks import SPLITS, check_gold, make_task
-from assay.tasks.code import split_check
+from assay.tasks.code import NAME, OPERATIONS, STARTS, CodeProblem, draw_problem
 from assay.types import Status, UserError
 
 MBPP = {
@@ -106,43 +108,6 @@ def test_layouts_of_rows(row: dict[str, Any], tmp_path: Path) -> None:
     assert check_gold(answered, "all") == [] and "<answer>" in answered.prompts("all")[0].question
 
 
-ORIGINAL_FORMATS = [  # rows of our own with all columns of the published files
-    {
-        "source_file": "Own Questions.ipynb",
-        "task_id": 998,
-        "prompt": "Write a function to find the square root of a number.",
-        "code": "import math\ndef root(x):\n  return math.sqrt(x)",
-        "test_imports": ["import math"],
-        "test_list": ["assert math.isclose(root(2), 1.41421, rel_tol=0.001)", "assert root(9) == 3"],
-    },
-    {
-        "task_id": "Own/163",
-        "prompt": 'import math\n\n\ndef encode(s: str):\n    """\n    returns the reverse of s.\n    """\n'
-        '    return s[::-1]\n\n\ndef decode(s: str):\n    """\n    decodes what encode returned.\n    """\n',
-        "entry_point": "decode",
-        "canonical_solution": "    return s[::-1]\n",
-        "test": "\n\nMETADATA = {\n    'author': 'own',\n    'dataset': 'test'\n}\n\n\ndef check(candidate):\n"
-        "    from random import randint, choice\n    import copy\n    import string\n\n"
-        "    letters = string.ascii_lowercase\n    for _ in range(20):\n"
-        "        text = ''.join(choice(letters) for i in range(randint(5, 9)))\n"
-        "        encoded = encode(text)\n        assert candidate(copy.deepcopy(encoded)) == text\n\n"
-        '    # Check some simple cases\n    assert True, "This prints if this assert fails 1"\n'
-        "    assert candidate('') == '', \"empty\"\n    assert abs(len(candidate('ab')) - 2.0) < 1e-6\n\n",
-    },
-]
-
-
-@pytest.mark.parametrize("row", ORIGINAL_FORMATS, ids=["sanitized MBPP", "HumanEval"])
-def test_rows_in_the_formats_of_the_published_files(row: dict[str, Any], tmp_path: Path) -> None:
-    task = stored(tmp_path, row, timeout_s=60.0)
-    assert check_gold(task, "all") == []
-    (prompt,) = task.prompts("all")
-    assert len(prompt.fields["tests"]) == len(row.get("test_list", "abc"))
-    (name,) = prompt.fields["entry_points"]
-    wrong = task.judge()(f"```python\ndef {name}(*args):\n    return 7\n```", "", prompt.fields)
-    assert wrong.status is Status.WRONG and wrong.detail
-
-
 def test_mbpp_shows_the_requested_tests(tmp_path: Path) -> None:
     (prompt,) = stored(tmp_path, MBPP).prompts("all")
     assert prompt.id == "code/901" and prompt.fields["entry_points"] == ["sum"]
@@ -205,8 +170,64 @@ def test_invalid_arguments_are_user_errors(tmp_path: Path) -> None:
         stored(tmp_path, OWN, form="continuation").prompts("all")
 
 
-def test_check_is_split_by_assert_statements() -> None:
-    setup, tests = split_check(
-        "import math\ndef check(f):\n    x = 1\n    assert f(x)\n    assert f(2)\ncheck(g)", "g", ""
-    )
-    assert setup == "import math\nf = g" and tests == ["x = 1\nassert f(x)", "assert f(2)"]
+BY_SENTENCE = {operation.sentence: operation for operation in OPERATIONS}
+BY_ARGUMENT = {start.argument: start for start in STARTS}
+
+
+def run(problem: CodeProblem, value: Any) -> Any:
+    names: dict[str, Any] = {}
+    exec(problem.program, names)
+    return names[NAME](value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentences", "value", "result"),
+    [
+        ("numbers", ["Keep only the odd numbers.", "Take the sum."], [1, 2, -3, 5], 3),
+        ("numbers", ["Square each number.", "Sort the numbers in descending order."], [1, -3, 2], [9, 4, 1]),
+        ("numbers", ["Replace each number by the sum of all numbers up to and including it."], [1, 2, 3], [1, 3, 6]),
+        ("numbers", ["Add the first number, subtract the second, add the third, and so on."], [5, 1, 2], 6),
+        ("n", ["Build the list of its positive divisors in ascending order.", "Count the numbers."], 12, 6),
+        ("n", ["Write it in base 2, as a string of 0 and 1.", "Reverse it."], 6, "011"),
+        ("words", ["Reverse each string.", "Sort the strings alphabetically."], ["ab", "xa"], ["ax", "ba"]),
+        ("text", ["Remove all vowels (a, e, i, o, u, in lower and upper case).", "Count its characters."], "a boat", 3),
+        ("scores", ["Keep only the entries whose value is even."], {"Ann": 2, "Ben": 3}, {"Ann": 2}),
+        ("scores", ["Build the list of the values in ascending order."], {"Ann": 2, "Ben": 1}, [1, 2]),
+    ],
+)
+def test_programs_do_what_the_sentences_say(argument: str, sentences: list[str], value: Any, result: Any) -> None:
+    lines = [BY_SENTENCE[sentence].line for sentence in sentences]
+    assert run(CodeProblem(BY_ARGUMENT[argument], tuple(sentences), tuple(lines)), value) == result
+
+
+def test_every_operation_has_its_parameters_and_fits_others() -> None:
+    kinds = {start.kind for start in STARTS}
+    for operation in OPERATIONS:
+        for name in operation.parameters:
+            assert f"{{{name}}}" in operation.sentence and f"{{{name}}}" in operation.line
+        assert operation.takes in kinds | {other.gives for other in OPERATIONS}
+    assert len(BY_SENTENCE) >= len(OPERATIONS) - 1  # "Reverse the list." is for numbers and for strings
+
+
+def test_all_drawn_programs_run_on_all_inputs() -> None:
+    rng = random.Random(0)
+    used: Counter[str] = Counter()
+    for _ in range(600):
+        problem = draw_problem(rng, rng.randint(1, 4))
+        if problem is None:
+            continue
+        calls = problem.calls(rng, 6)  # raises if the program does
+        used.update(problem.lines)
+        if calls is not None:
+            assert len({call for call, _ in calls}) == 6
+            assert len({repr(result) for _, result in calls}) > 1
+    assert len(used) > 200
+
+
+def test_problem_describes_every_step_once() -> None:
+    problem = draw_problem(random.Random(3), 3)
+    assert problem is not None
+    for number, sentence in enumerate(problem.sentences, start=1):
+        assert problem.description.count(f"{number}. {sentence}") == 1
+    assert "{" not in "".join(problem.sentences)
+    assert len(problem.program.splitlines()) == 6
