@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from assay.bench import episodes
-from assay.bench.episodes import Chatter, EpisodeOptions, Episodes, measure_episodes
+from assay.bench import engine
+from assay.bench.engine import Chatter, EpisodeOptions, Episodes, measure_episodes
 
 SMALL = Episodes(episodes=12, samples=3, step_tokens=40, max_batch=8)
 OPTIONS = EpisodeOptions(device="cpu", dtype="float32", repeat=2)
@@ -16,7 +16,7 @@ OPTIONS = EpisodeOptions(device="cpu", dtype="float32", repeat=2)
 def test_a_row_for_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = iter([9.0, 8.0, 3.0, 2.0, 5.0, 1.0])  # rounds and own pace alternate
     times = iter([time for at in range(6) for time in (100.0 * at, 100.0 * at + next(spans))])
-    monkeypatch.setattr(episodes, "now", lambda device: next(times))
+    monkeypatch.setattr(engine, "now", lambda device: next(times))
     rounds, own = measure_episodes(SMALL, OPTIONS)
     assert (rounds["seconds"], rounds["runs"], rounds["first_run_s"]) == (4.0, [3.0, 5.0], 9.0)
     assert (own["seconds"], own["runs"], own["first_run_s"]) == (1.5, [2.0, 1.0], 8.0)
@@ -33,7 +33,7 @@ def test_a_row_for_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_different_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    play, runs = episodes.play, []
+    play, runs = engine.play, []
 
     def changed(*args):
         runs.append(1)
@@ -42,6 +42,6 @@ def test_different_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
             rollouts[5].turns[0].completion.token_ids[0] += 1
         return rollouts
 
-    monkeypatch.setattr(episodes, "play", changed)
+    monkeypatch.setattr(engine, "play", changed)
     _, own = measure_episodes(SMALL, replace(OPTIONS, repeat=1))
     assert own["same_as_in_rounds"] == 11

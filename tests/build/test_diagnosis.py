@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from small_run import SmallRuns
 
-from assay.build import diagnosis
-from assay.build.diagnosis import diagnose_config
+from assay.build import dry_run
+from assay.build.dry_run import diagnose_config
 from assay.checks import Diagnosis
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
@@ -73,7 +73,7 @@ def test_a_model_that_does_not_fit_into_memory_is_found_without_loading_it(
     folder.mkdir()
     sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **sizes}))
-    monkeypatch.setattr(diagnosis, "free_memory", lambda device: 64 * 2**30)
+    monkeypatch.setattr(dry_run, "free_memory", lambda device: 64 * 2**30)
     (cause,) = diagnose_config(config(tmp_path, **{"model.source": str(folder), "optim.lr": 1e-6}))
     # 6.7 billion weights: 16 bytes for training, 4 for the engine in float32.
     assert cause.name == "memory_full" and "64.0 GiB are free" in cause.evidence and "125.8 GiB" in cause.evidence

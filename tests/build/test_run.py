@@ -13,10 +13,10 @@ import pytest
 import torch
 from small_run import SmallRuns
 
-from assay.build import policy as policy_module
+from assay.build import models as policy_module
 from assay.build import run as run_module
 from assay.build.dry_run import check_writable, memory_by_purpose, memory_report
-from assay.build.policy import choose_token_budget
+from assay.build.models import choose_token_budget
 from assay.build.problems import build_algorithm
 from assay.build.run import new_run
 from assay.config import TrainConfig

@@ -11,7 +11,7 @@ import pytest
 from metric_rows import CONFIG, names, steps, summary
 
 from assay.checks import diagnose
-from assay.checks.history import FIRST, LONG
+from assay.checks.causes import FIRST, LONG
 from assay.checks.results import problems_needed
 from assay.evals.stats import mcnemar
 

@@ -13,7 +13,7 @@ import pytest
 from metric_rows import CONFIG, errors, names, steps, summary
 
 from assay.checks import diagnose, diagnose_run, remember
-from assay.checks.history import FIRST, LAST, LONG
+from assay.checks.causes import FIRST, LAST, LONG
 from assay.runs import Run
 
 NO_SIGNAL = {"groups/zero_variance": 1.0, "advantage/zero": 1.0, "optim/skipped": 1.0, "weights/changed": 0.0}

@@ -9,7 +9,7 @@ from typing import Any
 from metric_rows import CONFIG, names, steps, summary
 
 from assay.checks import diagnose, remember
-from assay.checks.history import FIRST, LAST, LONG
+from assay.checks.causes import FIRST, LAST, LONG
 
 FULL = {"memory/host": 0.97}
 

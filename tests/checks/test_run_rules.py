@@ -11,7 +11,7 @@ from train_parts import make_groups, tiny_decoder, weights_of
 
 from assay.build.problems import build_algorithm
 from assay.build.run import load_problems
-from assay.checks.run_rules import risky_settings, unused_settings
+from assay.checks.settings import risky_settings, unused_settings
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, to_toml
 from assay.envs import make_env

@@ -9,9 +9,9 @@ import pytest
 from metric_rows import steps
 
 from assay.checks import diagnose_run
-from assay.checks.speed import record_speed
+from assay.checks.results import record_speed
 from assay.runs import Run
-from assay.runs.run_files import RunFiles
+from assay.runs.reading import RunFiles
 
 CONFIG = '[model]\nsource = "preset:nano"\n[train]\nsamples = {samples}\n'
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from metric_rows import CONFIG, names, steps
 
-from assay.checks import diagnose, stability
-from assay.checks.history import FIRST, LONG
+from assay.checks import diagnose
+from assay.checks.causes import FIRST, LONG
+from assay.checks.steps import SHORT
 
 Changes = dict[str, Any]
 START: Changes = {
@@ -61,7 +62,7 @@ def test_a_symptom_of_many_steps_is_a_warning(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_few_steps_and_recovered_runs_are_silent(name: str) -> None:
     beyond, _, _ = CASES[name]
-    count = stability.SHORT - 1 if name in ("kl_blow_up", "mismatch") else LONG - 1
+    count = SHORT - 1 if name in ("kl_blow_up", "mismatch") else LONG - 1
     assert not diagnose(run(beyond, count), CONFIG)
     assert not diagnose([*run(beyond), *steps(1, START, first=99)], CONFIG)
 
@@ -116,12 +117,12 @@ FALL: dict[str, Changes] = {
 
 @pytest.mark.parametrize("sign", FALL)
 def test_a_falling_reward_with_a_sign_of_instability_means_a_high_learning_rate(sign: str) -> None:
-    (cause,) = diagnose(run(FALL[sign], stability.SHORT, reward=0.1), CONFIG)
+    (cause,) = diagnose(run(FALL[sign], SHORT, reward=0.1), CONFIG)
     assert cause.name == "learning_rate_high" and "optim.lr (now 1e-06)" in cause.remedy
     assert "fell from 0.4 (steps 1 to 4) to 0.1" in cause.evidence
-    assert "learning_rate_high" not in names(run(FALL[sign], stability.SHORT, reward=0.2), CONFIG)  # 0.2 of the range
-    assert not diagnose(run({}, stability.SHORT, reward=0.1), CONFIG)  # e.g. harder problems
-    assert not diagnose(run(FALL[sign], stability.SHORT - 1, reward=0.1), CONFIG)
+    assert "learning_rate_high" not in names(run(FALL[sign], SHORT, reward=0.2), CONFIG)  # 0.2 of the range
+    assert not diagnose(run({}, SHORT, reward=0.1), CONFIG)  # e.g. harder problems
+    assert not diagnose(run(FALL[sign], SHORT - 1, reward=0.1), CONFIG)
 
 
 def test_a_fall_after_a_rise_is_compared_with_the_best_steps() -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from processes import start
 
-from assay.bench import episodes as bench
-from assay.bench.episodes import Rounds
+from assay.bench import engine as bench
+from assay.bench.engine import Rounds
 from assay.engine import Request, RequestError, SamplingParams, make_engine
 from assay.engine.client import ClientThread
 from assay.engine.sequence import BLOCK_SIZE
@@ -26,9 +26,9 @@ from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits, play
-from assay.rollout.stream import GroupStream, Ticket
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
+from assay.training.async_source import GroupStream, Ticket
 from assay.types import Group, Rollout, Status, UserError
 
 PARAMS = SamplingParams(n=3, max_new_tokens=60)

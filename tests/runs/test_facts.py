@@ -9,7 +9,7 @@ import pytest
 
 from assay.config import TrainConfig
 from assay.runs import Run
-from assay.runs.facts import RunParts, default_settings, describe, facts_of, flattened, lookup
+from assay.runs.reading import RunParts, default_settings, describe, facts_of, flattened, lookup
 from assay.types import UserError
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'

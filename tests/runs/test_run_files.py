@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from assay.runs.run_files import RunFiles
+from assay.runs.reading import RunFiles
 
 
 def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> None:

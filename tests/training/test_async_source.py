@@ -22,11 +22,10 @@ from assay.engine import make_engine
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector
-from assay.rollout.stream import Ticket
 from assay.runs.rollouts import read_rollouts
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
-from assay.training.async_source import MAX_RESTARTS, AsyncSource
+from assay.training.async_source import MAX_RESTARTS, AsyncSource, Ticket
 from assay.training.progress import RunState, Schedule
 from assay.training.sources import PromptStream, SampledGroups, version_of
 from assay.types import Completion, Finish, Group, Rollout, Status, Turn, UserError, Verdict

@@ -13,7 +13,7 @@ from small_run import SmallRuns
 from train_parts import full_logprobs, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.build.engines import build_engine
+from assay.build.models import build_engine
 from assay.config import TrainConfig
 from assay.models import build_preset
 from assay.rewards import FunctionJudge, JudgePool

@@ -15,19 +15,21 @@ from safetensors import SafetensorError
 
 from assay.algos import LengthLimits
 from assay.build import trials
-from assay.build.engines import build_collector, build_engine, is_custom_backend
-from assay.build.policy import (
+from assay.build.models import (
+    build_collector,
+    build_engine,
     build_policy,
     build_renderer,
     build_tokenizer,
     choose_token_budget,
+    is_custom_backend,
     model_source,
     prepare_policy,
     set_up_threads,
 )
 from assay.build.problems import build_algorithm, build_demonstrations, build_problems, select_prompts, take
 from assay.build.trust import remember_trust
-from assay.checks import run_rules
+from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
@@ -191,7 +193,7 @@ def assemble(
     `source`: the model. `directory`: of a resumed run; without it, the path of the run directory is set later.
     `adapters`: LoRA adapters of a resumed run. `checked_texts`: prompts and solutions checked for unknown words.
     """
-    run_rules.check_settings(cfg)
+    check_settings(cfg)
     device = policy_device(cfg, mesh)
     algo = build_algorithm(cfg)
     check_layout(cfg, mesh, algo)
@@ -199,13 +201,13 @@ def assemble(
     task, train, evaluations = load_problems(cfg, console)
     # Before the model, which may take minutes to load.
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
-        run_rules.check_judge(judge, train[0])
+        check_judge(judge, train[0])
     tokenizer = build_tokenizer(cfg.model, source, task)
     renderer = build_renderer(cfg.prompt, tokenizer, task)
     train = select_prompts(train, cfg, renderer, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
-    for cause in run_rules.settings_problems(cfg, algo, task, policy.parameter_count):
+    for cause in settings_problems(cfg, algo, task, policy.parameter_count):
         console.warn(str(cause))
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
         tokens = choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
@@ -255,7 +257,7 @@ def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Pr
     task = build_problems(cfg.task, cfg.env)
     train = take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
-    for cause in run_rules.data_problems(cfg, train, evaluations, console.note):
+    for cause in data_problems(cfg, train, evaluations, console.note):
         if cause.severity == "error":  # no problem of an evaluation is new to the model
             raise UserError(str(cause))
         console.warn(str(cause))
@@ -350,7 +352,7 @@ def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Promp
     """Problems of the evaluations start, before and after, and of the periodic one, by label."""
     final = take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
     # A randomly initialized model is not evaluated before its warm start.
-    warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(run_rules.PRESET)
+    warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(PRESET)
     labels = ("start", "before", "after") if warm_started else ("before", "after")
     prompts = dict.fromkeys(labels, final)
     if has_rl_steps(cfg):

@@ -12,10 +12,9 @@ from typing import Any
 from assay.cli.runs_compare import compare, picture_path
 from assay.runs.console import Console, duration, fraction, one_line, percent
 from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
-from assay.runs.facts import RunParts, describe, facts_of, lookup
 from assay.runs.files import to_json
+from assay.runs.reading import RunFiles, RunParts, describe, facts_of, lookup
 from assay.runs.resolve import PREFIX, find_run, split_tag
-from assay.runs.run_files import RunFiles
 from assay.types import UserError
 
 HELP = """List runs, show one, or compare several.

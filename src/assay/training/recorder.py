@@ -14,8 +14,8 @@ import torch
 
 from assay.algos import Algorithm
 from assay.checks import Diagnosis, diagnose, remember
-from assay.checks.folder import diagnose_files, with_examples
-from assay.checks.speed import record_speed
+from assay.checks.diagnosis import diagnose_files, with_examples
+from assay.checks.results import record_speed
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
 from assay.mesh import Mesh
@@ -24,7 +24,7 @@ from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.curves import Tracker, make_trackers
 from assay.runs.directory import read_metrics
-from assay.runs.run_files import RunFiles
+from assay.runs.reading import RunFiles
 from assay.system.memory import host_memory_use
 from assay.training import non_finite
 from assay.training.progress import RunState

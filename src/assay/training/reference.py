@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from assay.checks.run_rules import PRESET
+from assay.checks.settings import PRESET
 from assay.config import TrainConfig
 from assay.engine.remote.scoring import ScoringClient
 from assay.models import load_model, save_model

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from assay.runs.facts import lookup
+from assay.runs.reading import lookup
 from assay.text.stream import REPLACEMENT, Detokenizer
 from assay.types import UserError, describe_error
 from assay.web.folder import RunFolder

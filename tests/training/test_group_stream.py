@@ -18,9 +18,9 @@ from assay.envs import make_env
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector
-from assay.rollout.stream import GroupStream, Ticket
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
+from assay.training.async_source import GroupStream, Ticket
 from assay.types import Group
 
 PARAMS = SamplingParams(n=3, temperature=1.0, max_new_tokens=9)
