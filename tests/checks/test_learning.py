@@ -111,11 +111,6 @@ def test_healthy_runs_have_no_cause_in_any_step_nor_at_the_end(name: str) -> Non
     assert names(rows, CONFIG, summary(0.2, 0.22, 5, 4, 0.9)) == ["not_significant"]  # only a note
 
 
-def test_runs_of_earlier_versions_are_diagnosed_by_their_gradient() -> None:
-    old = {"weights/changed": None, "reward/range": None, "advantage/zero": None, "optim/grad_norm": None}
-    assert names(steps(5, {**WRONG, **old}), CONFIG) == ["never_rewarded"]
-
-
 def test_significant_gain_overrules_all_causes() -> None:
     assert not diagnose(steps(9, WRONG), CONFIG, summary(0.2, 0.6, 20, 0, 1e-5))
 

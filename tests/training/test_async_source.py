@@ -40,8 +40,8 @@ class ScriptedStream:
     """Finishes groups when the test says so."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.sampling: dict[Ticket, None] = {}
+        self.changed = threading.Condition(threading.RLock())
+        self.sampling: dict[Ticket, None] = {}  # started, and neither returned nor dropped
         self.started: list[Ticket] = []
         self.finished: deque[tuple[Ticket, Group]] = deque()
         self.closed = False
@@ -57,6 +57,8 @@ class ScriptedStream:
             while wait and self.sampling and not self.finished and not self.closed:
                 self.changed.wait(0.01)
             taken, self.finished = list(self.finished), deque()
+            for ticket, _ in taken:
+                del self.sampling[ticket]
             return taken
 
     def drop(self, tickets: Iterable[Ticket]) -> list[int]:
@@ -70,8 +72,7 @@ class ScriptedStream:
     def finish(self, *numbers: int) -> None:
         """Finish these groups, or all of them; a group has the version that it was started with."""
         with self.changed:
-            for ticket in [one for one in self.sampling if one.number in numbers or not numbers]:
-                del self.sampling[ticket]
+            for ticket in [one for one in self._unfinished() if one.number in numbers or not numbers]:
                 completions = [Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], Finish.STOP, ticket.version)] * 2
                 rollouts = [
                     Rollout(ticket.prompt, index, [Turn([0], one, "x")], Verdict(float(index), Status.WRONG), index)
@@ -82,7 +83,12 @@ class ScriptedStream:
 
     @property
     def numbers(self) -> list[int]:
-        return sorted(ticket.number for ticket in self.sampling)
+        return sorted(ticket.number for ticket in self._unfinished())
+
+    def _unfinished(self) -> list[Ticket]:
+        with self.changed:
+            finished = {ticket for ticket, _ in self.finished}
+            return [ticket for ticket in self.sampling if ticket not in finished]
 
 
 class Parts:
@@ -278,8 +284,7 @@ def test_a_resumed_source_trains_every_group_once(make_parts: Any) -> None:
     assert len(saved["source"]["running"]) + len(groups) == 2 * PROMPTS and groups
     second = make_parts(max_staleness=2, steps=6)
     second.state = replace(first.state)
-    second.source.load_state_dict(saved)
-    second.source.load_groups(groups)
+    second.source.load_state_dict(saved, groups)
     while not second.source.schedule.done(second.state):
         trained += [group.prompt.id for group in second.next().groups]
     assert Counter(trained) == Counter(prompt.id for prompt in PromptStream(TASK.prompts("train"), 0).next(18))
@@ -291,9 +296,8 @@ def test_a_resumed_source_trains_every_group_once(make_parts: Any) -> None:
 def test_a_queue_that_lacks_a_group_is_refused(make_parts: Any) -> None:
     first, second = make_parts(max_staleness=2), make_parts(max_staleness=2)
     first.next(0, 1, 2, 3)
-    second.source.load_state_dict(first.source.state_dict())
     with pytest.raises(UserError, match="resume from another checkpoint"):
-        second.source.load_groups([])
+        second.source.load_state_dict(first.source.state_dict())
 
 
 def test_an_interrupted_step_is_saved_as_it_was_before(make_parts: Any) -> None:

@@ -14,7 +14,6 @@ from small_run import SmallRuns, mostly_slow
 from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
-from assay.training import non_finite
 from assay.training.learner.learner import Learner
 from assay.training.progress import RunState
 from assay.training.run import TrainingRun
@@ -191,30 +190,6 @@ def test_weights_that_become_nan_between_saves_end_the_run_with_a_command_that_c
     assert main(command[1:]) == 0
     assert small.summary()["steps"] == 4
     assert [row["optim/lr"] for row in small.metrics() if "optim/lr" in row] == [0.02, 0.02, 0.002, 0.002]
-
-
-def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_named(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs of earlier versions may hold them."""
-    monkeypatch.setattr(non_finite, "check_finite", lambda *args: None)
-    record = TrainingRun.record
-
-    def overflow(self: TrainingRun, *args: object) -> None:
-        if self.state.step == 2:
-            with torch.no_grad():
-                next(self.learner.policy.parameters()).view(-1)[0] = math.inf
-        record(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(TrainingRun, "record", overflow)
-    assert train(small, "nan 0", "--save.every", 1) == 2
-    run = small.runs / "small"
-    assert checkpoints.last(run) == 2
-    capsys.readouterr()
-    assert small.resume("small") == 2
-    said = capsys.readouterr().err
-    assert "in the checkpoint of step 2 is not finite" in said and said.count("\n") == 1
-    assert f"assay train {run}/config.toml --model run:{run}@1" in said
 
 
 def test_too_many_consecutive_skipped_steps_end_a_warm_start(

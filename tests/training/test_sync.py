@@ -308,7 +308,8 @@ def test_the_state_of_the_probe_survives_json() -> None:
     assert other.state_dict() == learning.weight_sync.state_dict()
     assert other.verify(2) == learning.weight_sync.verify(2)
     other.load_state_dict(saved | {"engine": "NativeEngine, torch.float32", "sequences": []})
-    assert other.sequences == learning.weight_sync.sequences  # of another engine: not used
+    other.load_state_dict({"engine": saved["engine"], "sequences": [], "gaps": [0.1]})
+    assert other.sequences == learning.weight_sync.sequences  # of another engine, or of another probe: not used
 
 
 def test_probe_sequences_contain_prompts_and_random_tokens() -> None:

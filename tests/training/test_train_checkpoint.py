@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_the_first_checkpoint_has_no_optimizer_state(tmp_path: Path) -> None:
     policy = tiny_decoder(dtype=torch.float32)
     save(tmp_path, {"step": 3}, policy, make_adamw(policy, 1e-2), char_tokenizer())
     assert not reloaded(tmp_path).optimizer.state
-    assert read_state(tmp_path, 3, STATE) == {"step": 3}
+    assert read_state(tmp_path, 3, {"step"}) == {"step": 3}
 
 
 def test_the_model_folder_contains_its_tokenizer(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_moments_of_another_shape_are_refused(tmp_path: Path) -> None:
         load_optimizer(tmp_path, 3, other, make_adamw(other, 1e-2))
 
 
-@pytest.mark.parametrize("content", ["[1, 2]", '{"step": 3, "colour": 3}', "{"])
+@pytest.mark.parametrize("content", ["[1, 2]", '{"step": 3}', json.dumps(STATE | {"colour": 3}), "{"])
 def test_an_invalid_state_json_is_refused(tmp_path: Path, content: str) -> None:
     folder = checkpoints.folder(tmp_path, 3)
     folder.mkdir(parents=True)

@@ -52,7 +52,6 @@ from assay.training.learner.optim import make_optimizer
 from assay.training.learner.parallel import parallelise
 from assay.training.learner.subprocess_updater import SubprocessUpdater, policy_device
 from assay.training.learner.update import Updater
-from assay.training.non_finite import check_loaded
 from assay.training.progress import Schedule, Stopping
 from assay.training.ranks import check_inputs, check_layout, start_mesh
 from assay.training.recorder import Recorder
@@ -94,8 +93,8 @@ def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRu
     if base_damaged:  # replaced by the model of the settings; `load_adapter` has compared fingerprints
         checkpoint.save_base(path, run.learner.policy, run.tokenizer, mesh.is_main)
     if step is not None:
-        run.load_state_dict(checkpoint.read_state(path, step, run.state_dict().keys()))
-        check_loaded(run.learner.policy, step, path)
+        state = checkpoint.read_state(path, step, run.state_dict().keys())
+        run.load_state_dict(state, checkpoint.load_queue(path, step))
         # Else it was stopped in its warm start or its first evaluation.
         run.resumed = step > 0 or (run.state.unmeasured is None and not run.state.sft_step)
         run.recorder.started -= run.state.wall_s
@@ -161,7 +160,6 @@ def load_tensors(run: TrainingRun, step: int) -> None:
         ) from error
     if run.replay.buffer is not None:
         checkpoint.load_replay(path, step, run.replay.buffer)
-    run.source.load_groups(checkpoint.load_queue(path, step))
     run.sync()
 
 

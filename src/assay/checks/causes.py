@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from statistics import fmean, variance
 from typing import Any, Literal
 
@@ -260,11 +259,7 @@ class RunHistory:
         window = Window(trailing(self.steps[FIRST:], symptom), self.first, self.config)
         return window if len(window.rows) >= count and not window.improving else None
 
-    def at_least(self, name: str, limit: float) -> Symptom:
-        """The symptom that a metric is at least `limit`."""
-        return partial(_at_least, name=name, limit=limit)
 
-
-def _at_least(row: Row, name: str, limit: float) -> bool:
-    value = finite(row, name)
-    return value is not None and value >= limit
+def at_least(name: str, limit: float) -> Symptom:
+    """The symptom that a metric is at least `limit`."""
+    return lambda row: (finite(row, name) or 0.0) >= limit

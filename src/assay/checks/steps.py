@@ -21,6 +21,7 @@ from assay.checks.causes import (
     RunHistory,
     Severity,
     Window,
+    at_least,
     mean_of,
     percent,
     setting,
@@ -49,13 +50,8 @@ def judge_fails(row: Row) -> bool:
 
 def has_no_signal(row: Row) -> bool:
     """All answers got the same reward, or all answers to the same prompt did and have no advantage."""
-    reward_range = finite(row, "reward/range")
-    if reward_range == 0.0:
-        return True
-    without_advantage = finite(row, "advantage/zero")
-    if without_advantage is None:  # a run of an earlier version
-        without_advantage = 0.0 if finite(row, "optim/grad_norm") else 1.0
-    return finite(row, "groups/zero_variance") == 1.0 == without_advantage
+    no_advantages = finite(row, "groups/zero_variance") == 1.0 == finite(row, "advantage/zero")
+    return no_advantages or finite(row, "reward/range") == 0.0
 
 
 def leaves_weights_unchanged(row: Row) -> bool:
@@ -125,7 +121,7 @@ def explain_truncation(window: Window) -> Diagnosis:
 def explain_equal_rewards(window: Window) -> Diagnosis:
     statuses = Counter({status: window.mean(f"status/{status}") for status in Status})
     ((status, share),) = statuses.most_common(1)
-    if window.mean("reward/range" if "reward/range" in window.rows[-1] else "reward/std") == 0:
+    if window.mean("reward/range") == 0:
         reward = window.mean("reward/mean")
         judge = "reward.function" if setting(window.config, "reward.function") else "reward.extract, reward.strict"
         what = "no answer got a reward above 0" if reward <= 0 else f"every answer got the reward {reward:g}"
@@ -385,7 +381,7 @@ def length_explosion(run: RunHistory) -> Diagnosis | None:
 
 
 def kl_blow_up(run: RunHistory) -> Diagnosis | None:
-    window = run.trend(run.at_least("policy/kl", KL_LIMIT), SHORT)
+    window = run.trend(at_least("policy/kl", KL_LIMIT), SHORT)
     if window is None:
         return None
     return Diagnosis(
@@ -398,7 +394,7 @@ def kl_blow_up(run: RunHistory) -> Diagnosis | None:
 
 def always_clipped(run: RunHistory) -> Diagnosis | None:
     whole = setting(run.config, "algo.ratio") == "sequence" or setting(run.config, "algo.recipe") == "gspo"
-    window = run.trend(run.at_least("policy/clip_fraction", CLIPPED_SEQUENCES if whole else CLIPPED))
+    window = run.trend(at_least("policy/clip_fraction", CLIPPED_SEQUENCES if whole else CLIPPED))
     if window is None:
         return None
     return Diagnosis(

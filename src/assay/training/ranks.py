@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from assay.config.settings import keys
 from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import PolicyModel, pick_device
 from assay.models.base import digests, fingerprint
+from assay.runs.directory import version_of
 from assay.tasks.base import LazyPrompts
 from assay.text import Renderer
 from assay.types import Prompt, UserError
@@ -77,11 +77,7 @@ def hash_of_code(value: object) -> str:
 def code_versions() -> dict[str, str]:
     """Versions of Python and of the packages that compute, and a hash of the source files of this package."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "missing"
+    versions |= {name: version_of(name) or "missing" for name in PACKAGES}
     root = Path(assay.__file__).parent
     files = sorted(file for file in root.rglob("*") if file.suffix in (".py", ".c"))
     parts = (part for file in files for part in (file.relative_to(root).as_posix().encode(), file.read_bytes()))

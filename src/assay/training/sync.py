@@ -321,8 +321,9 @@ class WeightSync:
         return {"engine": self._engine_kind, "sequences": self.sequences, **start}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Scores of another kind of engine are not used: the next verification is then the first one."""
-        if self.method == "probe" and saved.get("engine") == self._engine_kind:
+        """Scores of another kind of engine, or of another probe, are not used: the next verification is the first."""
+        complete = saved.keys() >= {"engine", "sequences", "trainer", "gap", "rounding"}
+        if self.method == "probe" and complete and saved["engine"] == self._engine_kind:
             self.sequences = saved["sequences"]
             self.start = ProbeStart(np.array(saved["trainer"]), saved["gap"], saved["rounding"])
 
