@@ -9,7 +9,7 @@ import pytest
 
 from assay.config import TrainConfig
 from assay.runs import Run
-from assay.runs.reading import RunParts, default_settings, describe, facts_of, flattened, lookup
+from assay.runs.reading import RunParts, default_settings, describe, facts_of, flattened, setting
 from assay.types import UserError
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
@@ -41,8 +41,8 @@ def test_an_invalid_config_is_one_line(tmp_path: Path) -> None:
 
 
 def test_lookup_of_a_value_that_is_no_table() -> None:
-    assert lookup({"a": {"b": 1}}, "a", "b") == 1
-    assert lookup({"a": 3}, "a", "b") is None
+    assert setting({"a": {"b": 1}}, "a.b") == 1
+    assert setting({"a": 3}, "a.b") is None
 
 
 def test_a_config_with_defaults_only_equals_the_default_settings() -> None:

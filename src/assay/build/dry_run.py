@@ -112,14 +112,6 @@ def model_spec(cfg: TrainConfig) -> ModelSpec | None:
         return None
 
 
-def quantized_bytes(spec: ModelSpec, dtype_bytes: float) -> float:
-    """Bytes of a model in NF4: 4 bits and a share of a scale per weight of a layer; embedding and head are not
-    quantized.
-    """
-    embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
-    return embeddings * dtype_bytes + (spec.parameters - embeddings) * (0.5 + dtype_bytes / BLOCK)
-
-
 def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -> Diagnosis | None:
     """Compare what weights, optimizer, engine and references need with the free memory. Activations are not counted:
     micro-batches adapt to the memory that is left.
@@ -128,20 +120,12 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
     free = free_memory(device)
     if free is None:
         return None
-    dtype = pick_dtype(cfg.dtype, device)
-    engine_bytes = torch.finfo(pick_dtype(cfg.engine.dtype, device)).bits // 8
-    count, trained_bytes = spec.parameters, 0.0 if cfg.lora.rank else 12.0
-    dtype_bytes = 2.0 if dtype == torch.bfloat16 else 4.0
-    frozen_bytes = quantized_bytes(spec, dtype_bytes) if cfg.lora.quantize else 4.0 * count
-    needs = algo.needs if algo is not None else None
-    parts = {
-        "weights, gradients and optimizer": frozen_bytes + trained_bytes * count,
-        "the engine's weights": float(engine_bytes * count),
-        "reference": dtype_bytes * count * bool(needs and needs.reference and not cfg.reference.url),
-        "critic": 16.0 * count * bool(algo and algo.settings.critic and cfg.critic.trunk == "separate"),
-    }
+    dtype, engine_dtype = pick_dtype(cfg.dtype, device), pick_dtype(cfg.engine.dtype, device)
+    count = spec.parameters
+    weight_bytes = quantized_bytes(spec, dtype) if cfg.lora.quantize else 4.0 * count
+    parts = model_memory(cfg, algo, dtype, engine_dtype, count, 0 if cfg.lora.rank else count, weight_bytes)
     length = min(TYPICAL_PROMPT + cfg.sampling.max_new_tokens, spec.max_length)
-    parts["KV cache of one answer"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length
+    parts["KV cache of one answer"] = kv_bytes(spec, engine_dtype) * length
     total = sum(parts.values())
     if total <= free:
         return None
@@ -153,6 +137,43 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
         f"use a smaller model, LoRA ({now(config, 'lora.rank')}), more devices (docs/scaling.md), or end other "
         "processes that use the memory",
     )
+
+
+def quantized_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Bytes of a model in NF4: 4 bits and a share of a scale per weight of a layer; embedding and head are not
+    quantized.
+    """
+    embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
+    return embeddings * dtype.itemsize + (spec.parameters - embeddings) * (0.5 + dtype.itemsize / BLOCK)
+
+
+def model_memory(
+    cfg: TrainConfig,
+    algo: Algorithm | None,
+    dtype: torch.dtype,
+    engine_dtype: torch.dtype,
+    count: int,
+    trained: int,
+    weight_bytes: float,
+    reference_count: int | None = None,
+) -> dict[str, float]:
+    """Bytes by purpose that do not depend on batches. `count`, `trained`: parameters. `dtype`: of the computation."""
+    lora_base = cfg.lora.rank and not (cfg.algo.reference or cfg.sft.steps or cfg.algo.dynamic_reference)
+    has_reference = algo is not None and algo.needs.reference and not cfg.reference.url and not lora_base
+    has_critic = algo is not None and algo.settings.critic and cfg.critic.trunk == "separate"
+    reference_bytes = 4 if cfg.algo.reference_ema else dtype.itemsize
+    sizes = {
+        "weights, gradients, AdamW": weight_bytes + 12.0 * trained,
+        "engine's copy of the weights": float(engine_dtype.itemsize * count),
+        "reference": float(reference_bytes * (reference_count or count) * has_reference),
+        "critic, gradients, AdamW": 16.0 * count * bool(has_critic),
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Bytes of the keys and values of a token."""
+    return 2.0 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize
 
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
@@ -207,34 +228,18 @@ def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> 
 
 def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, prompt_tokens: int) -> dict[str, float]:
     """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
-    policy, updater, critic = learner.policy, learner.updater, learner.critic
-    count = policy.parameter_count
+    policy, updater, reference = learner.policy, learner.updater, learner.updater.reference
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    base_is_reference = policy.lora is not None and not cfg.algo.reference and not cfg.sft.steps
-    base_is_reference = base_is_reference and not cfg.algo.dynamic_reference
-    compute_bytes = 2 if updater.dtype == torch.bfloat16 else 4
-    reference_bytes = 4 if cfg.algo.reference_ema else compute_bytes
-    reference = updater.reference  # loaded by now if the settings name one
-    reference_count = count if reference is None else sum(p.numel() for p in reference.parameters())
-    has_reference = learner.algo.needs.reference and not base_is_reference and updater.served is None
-    engine_bytes = torch.finfo(engine.info.dtype).bits // 8
-    sizes = {
-        "weights, gradients, AdamW": policy.weight_bytes + 12.0 * trained,
-        "engine's copy of the weights": float(engine_bytes * count),
-        "reference": float(reference_bytes * reference_count) if has_reference else 0.0,
-    }
-    if critic is not None and not critic.shared:
-        sizes["critic, gradients, AdamW"] = 16.0 * count
+    reference_count = None if reference is None else sum(p.numel() for p in reference.parameters())
+    parameters = policy.parameter_count, trained, policy.weight_bytes, reference_count
+    sizes = model_memory(cfg, learner.algo, updater.dtype, engine.info.dtype, *parameters)
     length = min(prompt_tokens + cfg.sampling.max_new_tokens, engine.info.max_length)
     sequences = cfg.train.prompts * cfg.train.samples
     tokens = min(updater.token_budget, sequences * length)
     if isinstance(policy, Decoder):
-        spec = policy.spec
-        sequences = min(engine.info.max_batch, sequences)
-        sizes["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length * sequences
-        sizes["activations"] = float(tokens * activation_bytes(spec, updater.dtype, policy.recompute))
-    sizes["logits"] = 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)
-    return {name: size for name, size in sizes.items() if size}
+        sizes["KV cache"] = kv_bytes(policy.spec, engine.info.dtype) * length * min(engine.info.max_batch, sequences)
+        sizes["activations"] = float(tokens * activation_bytes(policy.spec, updater.dtype, policy.recompute))
+    return sizes | {"logits": 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)}
 
 
 def check_writable(runs_dir: Path) -> None:

@@ -12,6 +12,7 @@ from statistics import fmean, variance
 from typing import Any, Literal
 
 from assay.runs.console import finite
+from assay.runs.reading import setting
 from assay.types import Problem
 
 Severity = Literal["error", "warning", "note"]  # the run cannot learn; something harms it; worth knowing
@@ -110,14 +111,6 @@ def ranked(causes: Iterable[Diagnosis]) -> list[Diagnosis]:
 def as_facts(causes: Sequence[Diagnosis]) -> dict[str, list[dict[str, Any]]]:
     """The entry of summary.json; none if there are no causes."""
     return {"diagnosis": [asdict(cause) | {"examples": [*cause.examples]} for cause in causes]} if causes else {}
-
-
-def setting(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None if it is not set."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def now(config: Mapping[str, Any], key: str) -> str:

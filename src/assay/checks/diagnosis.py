@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Any
 
 from assay.checks import results, steps
-from assay.checks.causes import FIRST, Diagnosis, Row, RunHistory, Window, percent, ranked, setting
+from assay.checks.causes import FIRST, Diagnosis, Row, RunHistory, Window, percent, ranked
 from assay.checks.results import slower_than_best
 from assay.runs.directory import Run
-from assay.runs.reading import RunFiles
+from assay.runs.reading import RunFiles, setting
 from assay.types import Status, describe_error, excerpt
 
 Rule = Callable[[RunHistory], Diagnosis | None]

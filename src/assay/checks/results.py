@@ -27,12 +27,12 @@ from assay.checks.causes import (
     mean_of,
     now,
     percent,
-    setting,
     trailing,
     values,
 )
 from assay.runs.console import finite
 from assay.runs.files import make_folder, read_json, write_json
+from assay.runs.reading import setting
 
 MIN_PROBLEMS = 20  # of an evaluation, for verdicts that all stay the same to count
 SIGNIFICANT = 0.05

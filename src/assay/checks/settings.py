@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from assay.checks.causes import Diagnosis, now, setting
+from assay.checks.causes import Diagnosis, now
 from assay.checks.diagnosis import explain_leakage
 from assay.config import EnvConfig, ModelConfig, RewardConfig, TrainConfig
 from assay.config.settings import keys
@@ -19,6 +19,7 @@ from assay.envs import Env
 from assay.rewards import Judging, check_verdicts
 from assay.runs.curves import check_trackers
 from assay.runs.directory import check_name
+from assay.runs.reading import setting
 from assay.tasks import Task
 from assay.tasks.base import LazyPrompts, overlap
 from assay.types import Problem, Prompt, UserError, Verdict, plural

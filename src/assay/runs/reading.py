@@ -135,15 +135,15 @@ def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
         "state": parts.state,
         "error": parts.status.get("error") if parts.state == "failed" else None,
         "started": parts.environment.get("started"),
-        "task": summary.get("task") or lookup(config, "task", "name"),
-        "model": summary.get("model") or lookup(config, "model", "source"),
-        "algorithm": summary.get("algorithm") or lookup(config, "algo", "recipe"),
-        "seed": summary.get("seed", lookup(config, "seed")),
+        "task": summary.get("task") or setting(config, "task.name"),
+        "model": summary.get("model") or setting(config, "model.source"),
+        "algorithm": summary.get("algorithm") or setting(config, "algo.recipe"),
+        "seed": summary.get("seed", setting(config, "seed")),
         "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
         "steps_planned": parts.status.get("total_steps", planned_steps(config)),
-        "warm_start": {"step": last(rows, "sft/step"), "steps": lookup(config, "sft", "steps")},
+        "warm_start": {"step": last(rows, "sft/step"), "steps": setting(config, "sft.steps")},
         "answers": last(rows, "sampling/answers"),
-        "budget": lookup(config, "train", "budget") or None,
+        "budget": setting(config, "train.budget") or None,
         "reward": last(rows, "reward/mean"),
         "wall_s": summary.get("wall_s", last(rows, "time/wall")),
         "config": config,
@@ -164,7 +164,7 @@ def read_config(run: Run) -> dict[str, Any]:
 
 def planned_steps(config: Mapping[str, Any]) -> int | None:
     """Number of steps in the settings of a run that has not begun; None if it depends on the data."""
-    steps, epochs, budget = (lookup(config, "train", key) for key in ("steps", "epochs", "budget"))
+    steps, epochs, budget = (setting(config, f"train.{key}") for key in ("steps", "epochs", "budget"))
     return None if epochs or budget else steps
 
 
@@ -173,10 +173,10 @@ def last(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
     return next((value for row in reversed(rows) if (value := finite(row, metric)) is not None), None)
 
 
-def lookup(tree: Any, *keys: str) -> Any:
-    """A nested value of the config, or None if it does not exist."""
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
+def setting(tree: Any, key: str) -> Any:
+    """The value of a dotted key of the config; None if it is not set."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
 
 
