@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from small_run import SmallRuns, mostly_slow
 
+from assay.build.dry_run import try_update
+from assay.build.problems import check_demonstrations, unknown_prompt_words
 from assay.build.run import assemble
-from assay.build.trials import check_demonstrations, try_update, unknown_prompt_words
 from assay.models import fingerprint
 from assay.runs.console import Console
 from assay.tasks import make_task

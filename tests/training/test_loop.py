@@ -16,7 +16,7 @@ from small_run import SmallRuns, gpt2_folder, mostly_slow
 from assay.algos.recipes import RECIPES
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_lines, read_rollouts
-from assay.training.evaluation import RunEvaluator
+from assay.training.recorder import RunEvaluator
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 

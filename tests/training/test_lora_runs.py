@@ -15,11 +15,11 @@ from train_parts import make_groups, tiny_decoder
 from assay.algos import make_algorithm
 from assay.models import Lora, PolicyModel, fingerprint, load_adapter, load_model
 from assay.runs import checkpoints
-from assay.training.evaluation import RunEvaluator
 from assay.training.learner.optim import make_adamw
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
 from assay.training.progress import Stopped
+from assay.training.recorder import RunEvaluator
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 LORA = ("--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)

@@ -9,43 +9,42 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from assay.algos import Algorithm
-from assay.build import trials
-from assay.build.models import (
-    PRESET_LENGTH,
-    activation_bytes,
-    model_source,
-)
-from assay.build.problems import build_algorithm, build_problems, take
-from assay.build.run import (
-    assemble,
-    evaluation_prompts,
-    has_rl_steps,
-)
+from assay.build.models import PRESET_LENGTH, activation_bytes, model_source
+from assay.build.problems import READ, build_algorithm, build_problems, take
+from assay.build.run import assemble, evaluation_prompts, has_rl_steps
 from assay.checks import Diagnosis
 from assay.checks.causes import now, ranked
 from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
 from assay.config import TrainConfig
-from assay.engine.base import BaseEngine
+from assay.engine.base import BaseEngine, SamplingParams
+from assay.envs.base import Env, safe_step
 from assay.mesh import Mesh
 from assay.models import Decoder
 from assay.models.device import free_memory, pick_device, pick_dtype
 from assay.models.load import preset
 from assay.models.quantize import BLOCK
 from assay.models.spec import ModelSpec, spec_from_hf
+from assay.rollout import Collector
 from assay.runs.console import Console
+from assay.system.awaiting import resolve
 from assay.tasks import Task
 from assay.tasks.judging import build_judge_pool
 from assay.training.learner.learner import Learner, solution_rows
 from assay.training.ranks import start_mesh
 from assay.training.reference import load_reference
-from assay.types import UserError, plural
+from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
+
+PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
+MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
 
 T = TypeVar("T")
 GIB = 2**30
@@ -180,10 +179,10 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run and check its inputs without training. Yields the report line by line."""
     mesh = start_mesh(cfg)
     source = model_source(cfg.model, cfg.runs_dir)
-    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=trials.READ)
+    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=READ)
     collector, stream, learner = run.collector, run.source.prompts, run.learner
     with collector:
-        prompts = stream.next(min(max(cfg.train.prompts, trials.PROMPTS), 64))
+        prompts = stream.next(min(max(cfg.train.prompts, PROMPTS), 64))
         lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), collector.engine.info.max_length
         task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
@@ -205,9 +204,9 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         check_writable(Path(cfg.runs_dir))
         sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
         if collector.env is not None:
-            trials.try_env(collector.env, prompts[0])
+            try_env(collector.env, prompts[0])
         if has_rl_steps(cfg):
-            yield trials.try_update(cfg, collector, learner, prompts)
+            yield try_update(cfg, collector, learner, prompts)
     yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
 
 
@@ -246,3 +245,59 @@ def check_writable(runs_dir: Path) -> None:
     folder = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{folder} is not writable: choose another folder with --runs_dir")
+
+
+def try_env(env: Env, prompt: Prompt) -> None:
+    """Start an episode and make one step, with the action of a perfect policy if the environment knows it."""
+    episode = env.copy()
+    resolve(episode.start(prompt))
+    try:
+        action = episode.gold_action() or ""
+    except Exception as error:
+        raise UserError(f"{env.name}: gold_action failed: {describe_user_error(error)}") from error
+    verdict = resolve(safe_step(episode, action))[4].get("verdict")
+    if verdict is not None and verdict.status is Status.ERROR:
+        raise UserError(f"{env.name}: step({action!r:.60}) failed: {verdict.detail}; see assay env check")
+
+
+def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts: Sequence[Prompt]) -> str:
+    """Sample a few short answers, and compute advantages, loss and gradient of them. Returns a line for the report."""
+    trained = sum(parameter.numel() for parameter in learner.policy.parameters() if parameter.requires_grad)
+    free = free_memory(collector.mesh.device)
+    if free is not None and MOMENTS_BYTES * trained > free:
+        return "warning: advantage and loss were not tried, because memory is short"
+    params = SamplingParams(n=min(cfg.train.samples, SAMPLES), max_new_tokens=NEW_TOKENS)
+    params = replace(params, temperature=cfg.sampling.temperature)
+    groups = with_trial_rewards(collector.collect(prompts[:PROMPTS], params, (cfg.seed, 0)))
+    updater, critic = learner.updater, learner.critic
+    if learner.algo.needs.reference and updater.reference is None and updater.served is None:
+        updater.reference = updater.policy  # as at the start of a run
+    if critic is not None:
+        critic.start_from(learner.policy)
+    updater.expects_more = False
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.simplefilter("ignore")  # an update that is skipped is reported below
+        learner.credit(groups)
+        metrics = updater.update(groups, learner.algo, lr=0.0)
+    if updater.faults:
+        raise UserError(
+            f"{updater.faults[0].what} is not finite in a trial update (loss {updater.faults[0].loss:g}): check your "
+            "own advantages and losses (algo.advantage, algo.policy_loss), or set dtype = 'float32'"
+        )
+    answers = sum(len(group.rollouts) for group in groups)
+    if not metrics.get("optim/grad_norm"):
+        return (
+            f"warning: a trial update on {answers} answers with different rewards has no gradient: check "
+            "algo.advantage and algo.policy_loss"
+        )
+    return f"advantage and loss work: tried on {answers} short answers, gradient norm {metrics['optim/grad_norm']:.2g}"
+
+
+def with_trial_rewards(groups: list[Group]) -> list[Group]:
+    """Give answers rewards of 0 and 1 in turn, so that they have advantages."""
+    for number, group in enumerate(groups):
+        for rollout in group.rollouts:
+            reward = float((number + rollout.sample) % 2)
+            rollout.verdict = Verdict(reward, Status.OK if reward else Status.WRONG)
+            rollout.reward = reward
+    return groups

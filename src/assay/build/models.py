@@ -1,19 +1,20 @@
 """Settings -> tokenizer, renderer and model, and the engine and collector that serve the model.
 
-Also the size of micro-batches that fits into memory.
+Also the size of micro-batches that fits into memory, and checks of what an engine can serve.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from assay.build.problems import READ, first_prompts
 from assay.checks.settings import PRESET, PRESET_TOKENIZERS, unused_tokenizer
 from assay.config import (
     EngineConfig,
@@ -37,6 +38,7 @@ from assay.models.device import describe_threads, free_memory, set_threads, uses
 from assay.models.load import check_model_folder, empty_model, has_weights
 from assay.rewards.importing import load_object
 from assay.rollout import Collector, Limits
+from assay.rollout.episodes import check_history
 from assay.runs.console import Console, count
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task
@@ -45,7 +47,10 @@ from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word
 from assay.text.message_renderer import MessageRenderer
 from assay.text.render import few_shot_from_prompts, load_few_shot, read_text_file
 from assay.training.progress import Stopping
-from assay.types import Progress, UserError, describe_error
+from assay.training.sync import Method
+from assay.types import Progress, Prompt, UserError, describe_error
+
+MAX_GENERATED = 64  # prompts per generated split whose length is checked
 
 PRESET_LENGTH = 512
 
@@ -329,3 +334,75 @@ def build_server(
         renderer, policy = load_resolved(model, Path(cfg.runs_dir), load)
     set_up_threads(model, policy, dtype, cfg.threads, console)
     return renderer, build_engine(cfg, policy, renderer, cfg.model.max_length)
+
+
+def check_collector(
+    cfg: TrainConfig,
+    collector: Collector,
+    train: Sequence[Prompt],
+    evaluations: Mapping[str, Sequence[Prompt]],
+    policy: PolicyModel,
+    console: Console,
+) -> None:
+    """Check the environment and the lengths of prompts."""
+    if collector.env and (warning := check_history(collector.renderer, collector.env, train[0])):
+        console.warn(warning)
+    context = min(cfg.model.max_length or policy.max_length, policy.max_length)
+    splits = (train, *evaluations.values())
+    new_tokens = cfg.sampling.max_new_tokens
+    if longest := max(check_prompt_lengths(collector, prompts, new_tokens, context) for prompts in splits):
+        console.warn(
+            f"engine.kv_cache_gib holds keys and values of {collector.engine.info.max_length - 1} tokens, and prompts "
+            f"have up to {longest}: longer answers are cut off; raise engine.kv_cache_gib, or lower "
+            "sampling.max_new_tokens"
+        )
+
+
+def check_prompt_lengths(collector: Collector, prompts: Sequence[Prompt], new_tokens: int, context: int) -> int:
+    """Raise if a prompt fills the context; of a generated split, the first few are checked.
+
+    Returns the length of the longest prompt if answers are limited by the engine's memory, not by the context; else 0.
+    """
+    checked = first_prompts(prompts, READ, MAX_GENERATED)
+    ids = collector.renderer.all_prompt_ids(checked)
+    collector.check_lengths(checked, ids)
+    longest, limit = max(map(len, ids)), collector.engine.info.max_length
+    return longest if limit < context and longest + new_tokens > limit else 0
+
+
+def check_capabilities(cfg: TrainConfig, engine: BaseEngine, trains: bool, verify: Method, console: Console) -> None:
+    """Refuse an engine that cannot serve this run, and warn of everything that degrades.
+
+    `trains`: not only SFT. `verify`: how weight syncs are verified.
+    """
+    has, name = engine.info.capabilities, cfg.engine.name
+    if trains and not has.temperature_logprobs:
+        raise UserError(
+            f"engine {name} does not report log-probabilities at the sampling temperature (temperature_logprobs), "
+            "which training needs: set engine.name to auto, or to an engine that does"
+        )
+    if trains and cfg.sampling.truncates and not has.truncated_logprobs:
+        raise UserError(
+            f"engine {name} reports log-probabilities after truncation (truncated_logprobs), which training cannot "
+            "use: switch off sampling.top_k, top_p, min_p and min_new_tokens, or set engine.name to auto"
+        )
+    if cfg.source.name == "async" and cfg.source.max_staleness and not has.inflight_updates:
+        raise UserError(
+            f"engine {name} cannot update weights while it generates (inflight_updates), which asynchronous training "
+            "needs: set source.max_staleness = 0, or engine.name to native, assay, vllm or sglang"
+        )
+    if not has.exact_seeds:
+        console.warn(
+            f"engine {name} has no exact seeds (exact_seeds): the same seed may give different tokens, and a resumed "
+            "run does not repeat what it had sampled"
+        )
+    if verify == "off" and cfg.engine.verify != "off":
+        console.warn(
+            f"engine {name} has neither a fingerprint of its weights (fingerprint) nor scores (score): weights are not "
+            "verified after a sync"
+        )
+    if verify == "probe" and cfg.engine.verify == "auto":
+        console.note(f"engine {name} has no fingerprint of its weights: probe sequences verify every weight sync")
+    for metric in ("entropy", "kept_mass"):
+        if trains and not getattr(has, metric):
+            console.warn(f"engine {name} does not report {metric}: the metric sampling/{metric} is left out")

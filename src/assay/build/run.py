@@ -14,20 +14,28 @@ import torch
 from safetensors import SafetensorError
 
 from assay.algos import LengthLimits
-from assay.build import trials
 from assay.build.models import (
     build_collector,
     build_engine,
     build_policy,
     build_renderer,
     build_tokenizer,
+    check_capabilities,
+    check_collector,
     choose_token_budget,
     is_custom_backend,
     model_source,
     prepare_policy,
     set_up_threads,
 )
-from assay.build.problems import build_algorithm, build_demonstrations, build_problems, select_prompts, take
+from assay.build.problems import (
+    build_algorithm,
+    build_demonstrations,
+    build_problems,
+    check_texts,
+    select_prompts,
+    take,
+)
 from assay.build.trust import remember_trust
 from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
 from assay.config import RewardConfig, TrainConfig
@@ -45,7 +53,6 @@ from assay.tasks.judging import build_judge_pool
 from assay.text import Renderer, Tokenizer
 from assay.training import checkpoint
 from assay.training.async_source import AsyncSource
-from assay.training.evaluation import RunEvaluator
 from assay.training.learner.critic import make_critic
 from assay.training.learner.learner import Learner
 from assay.training.learner.optim import make_optimizer
@@ -54,7 +61,7 @@ from assay.training.learner.subprocess_updater import SubprocessUpdater, policy_
 from assay.training.learner.update import Updater
 from assay.training.progress import Schedule, Stopping
 from assay.training.ranks import check_inputs, check_layout, start_mesh
-from assay.training.recorder import Recorder
+from assay.training.recorder import Recorder, RunEvaluator
 from assay.training.reference import load_reference
 from assay.training.run import TrainingRun
 from assay.training.sources import OnPolicySource, PromptStream, Replay
@@ -212,18 +219,18 @@ def assemble(
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = build_demonstrations(cfg, renderer, console)
     splits = {"train": train} | {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
-    trials.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
+    check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
-    trials.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
+    check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
-    trials.check_collector(cfg, collector, train, evaluations, policy, console)
+    check_collector(cfg, collector, train, evaluations, policy, console)
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())

@@ -124,10 +124,7 @@ def check_judge(judge: Judging, prompt: Prompt) -> Verdict:
 
 
 def data_problems(
-    cfg: TrainConfig,
-    train: Sequence[Prompt],
-    evaluations: Mapping[str, Sequence[Prompt]],
-    note: Callable[[str], None],
+    cfg: TrainConfig, train: Sequence[Prompt], evaluations: Mapping[str, Sequence[Prompt]], note: Callable[[str], None]
 ) -> Iterator[Diagnosis]:
     """Problems of an evaluation that are also in the train split, and repeated ids. `evaluations`: by label.
 

@@ -111,11 +111,7 @@ def has_same_tokenizer(source: str, tokenizer: Tokenizer, name: str) -> bool:
 
 
 def set_reference(
-    updater: Updater,
-    cfg: TrainConfig,
-    folder: str,
-    same_tokenizer: bool = False,
-    report: LoadReport | None = None,
+    updater: Updater, cfg: TrainConfig, folder: str, same_tokenizer: bool = False, report: LoadReport | None = None
 ) -> None:
     """Load the reference, freeze it, and shard it like the policy. `report`: see `load_model`.
 

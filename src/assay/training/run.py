@@ -20,10 +20,9 @@ from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
 from assay.text import Tokenizer
 from assay.training import checkpoint, non_finite
-from assay.training.evaluation import RunEvaluator
 from assay.training.learner.learner import Learner, WarmStart
 from assay.training.progress import RunState, Schedule, Stopped, Stopping
-from assay.training.recorder import CURVES_PAUSE_S, Recorder, memory_metrics, rollout_metrics
+from assay.training.recorder import CURVES_PAUSE_S, Recorder, RunEvaluator, memory_metrics, rollout_metrics
 from assay.training.reference import freeze_reference
 from assay.training.sources import OnPolicySource, Replay, SampledGroups
 from assay.training.sync import WeightSync
