@@ -75,13 +75,6 @@ def test_request_seed_depends_on_all_four_arguments() -> None:
     assert isinstance(request_seed(0, 0, "\ud800"), int)  # an id can be any JSON string
 
 
-def test_request_seed_is_a_fixed_hash() -> None:
-    import hashlib
-
-    digest = hashlib.blake2b(b"7|4|gsm8k/train/17|0", digest_size=8).digest()
-    assert request_seed(7, 4, "gsm8k/train/17") == int.from_bytes(digest, "little", signed=True)
-
-
 def test_completions_do_not_depend_on_other_prompts() -> None:
     part = collector()
     prompts = list(TASK.prompts("test")[:8])
@@ -133,16 +126,6 @@ def test_verdicts_belong_to_their_rollouts(workers: int) -> None:
                 shown = f"{rollout.text}|{group.prompt.answer}|{group.prompt.fields['start']}"
                 assert rollout.verdict.parsed == shown
                 assert rollout.reward == rollout.verdict.reward == len(rollout.text)
-
-
-def test_prompt_tokens_have_loss_mask_0() -> None:
-    part = collector()
-    prompt = TASK.prompts("test")[0]
-    rollout = part.collect([prompt], PARAMS, (0, 0))[0].rollouts[0]
-    context = part.renderer.prompt_ids(prompt)
-    assert rollout.token_ids[: len(context)] == context
-    assert rollout.loss_mask == [0] * len(context) + [1] * rollout.length
-    assert len(rollout.engine_logprobs) == len(rollout.token_ids)
 
 
 def test_sampling_params_of_an_evaluation_default_to_those_of_training() -> None:

@@ -37,13 +37,6 @@ def test_several_samples_per_problem_give_pass_at_k(small: SmallRuns) -> None:
     assert any("eval/pass@3" in row for row in small.metrics())
 
 
-def test_periodic_evaluations_include_the_last_step_unless_they_are_switched_off(small: SmallRuns) -> None:
-    for every, expected in ((0, []), (2, [2, 3])):
-        name = f"every-{every}"
-        assert small.train("--train.steps", 3, "--eval.every", every, "--name", name) == 0
-        assert [row["step"] for row in small.metrics(name) if "eval/accuracy" in row] == expected
-
-
 @pytest.mark.slow
 def test_only_periodic_evaluations_need_validation_problems(
     small: SmallRuns, capsys: pytest.CaptureFixture[str]

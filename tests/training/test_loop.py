@@ -63,23 +63,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(small: SmallR
     assert small.timeless("a") == small.timeless("b")
 
 
-def test_dropped_groups_are_replaced_by_new_prompts(small: SmallRuns) -> None:
-    (small.folder / "picky.py").write_text(
-        "def reward(completion, answer, start):\n    return len(completion) % 3 / 2 if start % 2 else 0.0\n"
-    )
-    words = ("--algo.recipe", "dapo", "--reward.function", f"{small.folder}/picky.py:reward", "--train.steps", 2)
-    assert small.train(*words) == 0
-    rows = [row for row in small.metrics() if "groups/dropped" in row]
-    assert sum(row["groups/dropped"] for row in rows) > 0
-    for step in (1, 2):
-        groups = read_rollouts(small.runs / "small", step)
-        kept = [group for group in groups if len({r.verdict.reward for r in group.rollouts if r.verdict}) > 1]
-        assert len(kept) == 3 and len(groups) - 3 == rows[step - 1]["groups/dropped"]
-        for group in groups:
-            learns = any(r.advantage for r in group.rollouts)
-            assert learns == (group in kept)
-
-
 def test_a_step_in_which_every_group_is_dropped_is_skipped(small: SmallRuns) -> None:
     (small.folder / "flat.py").write_text("def reward(completion, answer):\n    return 0.5\n")
     words = ("--algo.recipe", "dapo", "--reward.function", f"{small.folder}/flat.py:reward", "--algo.resample", 1)
@@ -178,13 +161,6 @@ def test_the_soft_overlong_penalty_uses_the_context_limit(small: SmallRuns) -> N
         assert rollout.reward == pytest.approx(rollout.verdict.reward - punishment)
         assert punishment == 1.0 or not rollout.truncated
     assert any(rollout.truncated for rollout in rollouts)
-
-
-def test_epochs_count_passes_over_the_train_split(small: SmallRuns) -> None:
-    words = ("--train.epochs", 1, "--train.prompts", 8, "--train.samples", 2, "--sampling.max_new_tokens", 2)
-    assert small.train(*words) == 0
-    seen = [group.prompt.id for step in (1, 2, 3) for group in read_rollouts(small.runs / "small", step)]
-    assert small.summary()["steps"] == 3 and len(seen) == len(set(seen)) == 24
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Runs with LoRA: files, the reference, and what a resumed run checks."""
+"""Runs with LoRA, also on a base in 4 bits: files, the reference, and what a resumed run checks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from small_run import SmallRuns, gpt2_folder, inject
 from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
+from assay.mesh import Mesh
 from assay.models import Lora, PolicyModel, fingerprint, load_adapter, load_model
 from assay.runs import checkpoints
 from assay.training.learner.optim import make_adamw
 from assay.training.learner.pack import rows_of
+from assay.training.learner.parallel import pick_mode
 from assay.training.learner.update import Updater
 from assay.training.progress import Stopped
 from assay.training.recorder import RunEvaluator
@@ -170,3 +172,36 @@ def test_the_policy_without_adapters_is_the_same_reference_as_a_copy_of_the_base
         found[name] = torch.cat([sums.losses["loss/kl"].reshape(1), gradients])
     assert torch.allclose(found["itself"], found["a copy"], rtol=0, atol=1e-12)
     assert float((found["itself"] - found["another"]).abs().max()) > 1e-3
+
+
+NF4 = ("--lora.quantize", "nf4", "--lora.rank", 2, "--lora.alpha", 4, "--algo.kl_coef", 0.1, "--optim.lr", 0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_resumed_run_equals_one_without_interruption(tmp_path: Path, dtype: str) -> None:
+    small = SmallRuns(tmp_path)
+    words = (*NF4, "--save.every", 1, "--train.steps", 3, "--dtype", dtype, "--engine.dtype", dtype)
+    assert small.train(*words) == 0
+    shutil.copytree(small.runs / "small", small.runs / "other")
+    shutil.rmtree(small.checkpoint(3, "other"))
+    small.lose_summary("other")
+    assert small.resume("other") == 0
+    small.same_run("small", "other", 3)
+    base, last = small.runs / "small" / "base", small.checkpoint(3)
+    stored = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    policy = load_model(str(base), dtype=stored)
+    policy.quantize("cpu")
+    policy.add_lora(Lora(2, 4.0))
+    load_adapter(policy, last / "adapter")
+    merged = load_file(last / "model" / "model.safetensors")
+    assert {weight.dtype for weight in merged.values()} == {stored}
+    assert fingerprint(policy.weights(), stored) == fingerprint(merged.items())
+    trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
+    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert not (small.runs / "small" / "reference").exists()  # the base is the reference
+
+
+def test_a_quantized_model_is_not_sharded_by_itself() -> None:
+    policy = tiny_decoder()
+    policy.quantize("cpu")
+    assert pick_mode("auto", policy, Mesh()) == "ddp"

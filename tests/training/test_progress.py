@@ -329,12 +329,3 @@ def test_outside_the_main_thread_signals_are_not_watched() -> None:
     thread.start()
     thread.join()
     assert after == [before]
-
-
-@pytest.mark.slow
-def test_a_run_can_be_started_outside_the_main_thread(complete: SmallRuns) -> None:
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(complete.train("--name", "thread", "--train.steps", 1)))
-    thread.start()
-    thread.join()
-    assert codes == [0]

@@ -54,6 +54,13 @@ def test_which_layouts_of_processes_can_train_asynchronously(changes: Any, tp: i
         check_layout(cfg, ranks, algo)
 
 
+def test_quantized_weights_are_not_sharded() -> None:
+    ranks: Any = SimpleNamespace(world=2, tp_size=1, dp_size=2)
+    cfg = TrainConfig(lora={"rank": 2, "quantize": "nf4"}, parallel={"mode": "fsdp"})
+    with pytest.raises(UserError, match="quantized weights cannot be sharded"):
+        check_layout(cfg, ranks, build_algorithm(cfg))
+
+
 def test_the_rank_that_differs_is_reported_with_both_values() -> None:
     usual, other = {"seed": "0", "optim.lr": "0.1", "a": "1"}, {"seed": "1", "optim.lr": "0.2", "a": "1"}
     check_equal([("n0", usual), ("n0", dict(usual)), ("n1", {"a": "1", "only here": "x"})], "-")

@@ -218,15 +218,6 @@ def test_resuming_with_a_config_of_another_model_or_other_settings_is_refused(
         assert named in capsys.readouterr().err
 
 
-def test_an_unknown_run_name_is_refused_with_suggestions(
-    finished: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert SmallRuns(tmp_path).resume("nothing") == 2
-    assert "has no runs yet" in capsys.readouterr().err
-    assert finished.resume("smal") == 2
-    assert "did you mean 'small'?" in capsys.readouterr().err
-
-
 def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert text.count(old) == 1

@@ -37,16 +37,6 @@ def check(world: int, cases: list[Case], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp_and_tensor_parallelism_on_two_processes_equal_one_process(tmp_path: Path) -> None:
-    check(2, [Case("qwen3", "fsdp"), Case("qwen3", "ddp", tp=2)], tmp_path)
-
-
-@pytest.mark.slow
-def test_fsdp_with_tensor_parallelism_on_four_processes_equals_one_process(tmp_path: Path) -> None:
-    check(4, [Case("qwen3", "fsdp", tp=2)], tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_layout_of_every_family_equals_one_process(world: int, tmp_path: Path) -> None:
     layouts = [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)]
