@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -110,23 +105,3 @@ def test_mistakes_are_reported_before_anything_is_run(
     assert run_script(small, *words) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1 and not small.runs.exists()
-
-
-@pytest.mark.slow
-def test_an_interrupted_comparison_stops_its_run_and_resumes_it(small: SmallRuns) -> None:
-    script = Path(recipes.__file__)
-    words = (small.config, "--recipes", "grpo", "--train.budget", 9 * 150, "--save.every", 0, "--runs_dir", small.runs)
-    words = (*words, "--eval.every", 75, "--json", small.folder / "result.json", "--png", small.folder / "result.png")
-    command = [sys.executable, str(script), *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, cwd=small.folder)
-    metrics = small.runs / "small-grpo-0" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > 5):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 130 and not (small.folder / "result.json").exists()
-    done = len(metrics.read_text().splitlines())
-    assert 5 < done < 150 and small.checkpoint(0, "small-grpo-0").parent.is_dir()
-    assert subprocess.run(command, env=environment, cwd=small.folder, timeout=300).returncode == 0
-    (row,) = rows(small)
-    assert row["samples"] == 9 * 150 and row["steps"] == 150 and (small.folder / "result.png").is_file()

@@ -21,7 +21,7 @@ from assay.models import fingerprint
 from assay.runs.console import Console
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
-from assay.training.ranks import start_mesh
+from assay.training.parallel import start_mesh
 from assay.types import Message, Prompt, UserError
 
 

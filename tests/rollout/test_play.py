@@ -103,22 +103,6 @@ def test_trajectories_equal_those_of_synchronous_rounds(name: str, max_batch: in
     assert as_data(part.collect(prompts, PARAMS, (4, 2))) == as_data(ours)
 
 
-def test_short_actions_do_not_wait_for_longer_ones() -> None:
-    """Measured in engine steps: 48 episodes of up to 5 actions of up to 24 tokens."""
-    part = collector(Chatter(), max_batch=12)
-    engine: Any = part.engine
-    prompts, params = Chatter().prompts("train")[:16], replace(PARAMS, max_new_tokens=200)
-    found, steps = [], []
-    for served in (engine, Rounds(engine)):
-        part.engine = served
-        engine.reset_prefix_cache()
-        engine.reset_stats()
-        found.append(as_data(part.collect(prompts, params, (1, 1))))
-        steps.append(engine.stats.decode_steps)
-    assert found[0] == found[1]
-    assert steps[0] < 0.9 * steps[1], steps
-
-
 def test_small_kv_cache_changes_no_trajectory_and_leaks_no_blocks() -> None:
     env = Chatter()
     prompts = env.prompts("train")[:10]

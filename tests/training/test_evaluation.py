@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from small_run import SmallRuns, gpt2_folder
@@ -12,29 +11,18 @@ from assay.cli.main import main
 from assay.runs.rollouts import read_lines
 
 
-@pytest.fixture
-def small(tmp_path: Path, no_curves: None) -> SmallRuns:
-    return SmallRuns(tmp_path)
-
-
-def test_every_evaluation_writes_its_answers(small: SmallRuns) -> None:
-    assert small.train("--eval.every", 1) == 0
+def test_every_evaluation_writes_its_answers_and_several_samples_give_pass_at_k(small: SmallRuns) -> None:
+    assert small.train("--eval.every", 1, "--eval.samples", 3, "--eval.temperature", 1) == 0
     path = small.runs / "small"
-    assert len(read_lines(path, 0, "eval", "before-test")) == 5
-    assert len(read_lines(path, 1, "eval", "eval-validation")) == 4
-    after = read_lines(path, 2, "eval", "after-test")
-    right = sum(line["verdict"]["status"] == "ok" for line in after)
-    assert small.summary()["after"]["accuracy"] == right / 5
-    assert json.loads((path / "environment.json").read_text())["versions"]["torch"]
-
-
-def test_several_samples_per_problem_give_pass_at_k(small: SmallRuns) -> None:
-    assert small.train("--eval.samples", 3, "--eval.temperature", 1, "--eval.every", 2) == 0
+    assert len(read_lines(path, 0, "eval", "before-test")) == 15
+    assert len(read_lines(path, 1, "eval", "eval-validation")) == 12
+    right = sum(line["verdict"]["status"] == "ok" for line in read_lines(path, 2, "eval", "after-test"))
     after = small.summary()["after"]
+    assert after["accuracy"] == pytest.approx(right / 15) == pytest.approx(after["pass_at_k"]["1"])
     assert after["samples"] == 3 and set(after["pass_at_k"]) == {"1", "2", "3"} == set(after["majority_at_k"])
-    assert after["pass_at_k"]["1"] == pytest.approx(after["accuracy"])
     assert after["pass_at_k"]["1"] <= after["pass_at_k"]["2"] <= after["pass_at_k"]["3"]
     assert any("eval/pass@3" in row for row in small.metrics())
+    assert json.loads((path / "environment.json").read_text())["versions"]["torch"]
 
 
 @pytest.mark.slow

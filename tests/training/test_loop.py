@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,6 @@ from assay.runs.rollouts import read_lines, read_rollouts
 from assay.training.recorder import RunEvaluator
 
 pytestmark = pytest.mark.usefixtures("no_curves")
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> SmallRuns:
-    return SmallRuns(tmp_path)
 
 
 def changed(small: SmallRuns, name: str = "small", steps: int = 2) -> bool:

@@ -22,7 +22,7 @@ from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.training import checkpoint
 from assay.training.learner.update import Updater
-from assay.training.ranks import (
+from assay.training.parallel import (
     check_inputs,
     check_layout,
     check_weights,

@@ -58,9 +58,8 @@ def expected_scores(model_folder: Path, arrays: dict[str, np.ndarray]) -> tuple[
 )
 @pytest.mark.usefixtures("no_curves")
 def test_rollout_files_hold_logprobs_and_entropies_of_the_weights_before_the_step(
-    tmp_path: Path, changes: list[object], reference: bool
+    small: SmallRuns, changes: list[object], reference: bool
 ) -> None:
-    small = SmallRuns(tmp_path)
     every_step = ("--save.every", 1, "--save.keep", 9, "--sampling.temperature", TEMPERATURE)
     assert small.train(*every_step, *changes) == 0
     for step in (1, 2):
@@ -109,9 +108,8 @@ def test_truncation_kl_is_the_mean_log_of_the_kept_mass_and_absent_without_trunc
     assert metrics["sampling/truncation_kl"] == pytest.approx(sum(logs) / len(logs), abs=1e-4)
 
 
-def test_each_part_of_the_reward_is_a_metric_and_in_the_rollout_files(tmp_path: Path) -> None:
+def test_each_part_of_the_reward_is_a_metric_and_in_the_rollout_files(small: SmallRuns) -> None:
     """One function sees all answers to a prompt: it counts how many are shorter than each."""
-    small = SmallRuns(tmp_path)
     (small.folder / "rank.py").write_text(RANK)
     functions = f'["{small.folder}/reward.py:reward", "{small.folder}/rank.py:rank"]'
     words = ("--reward.function", "", "--reward.functions", functions, "--reward.weights", "[1.0, 0.5]")
@@ -143,9 +141,8 @@ args = {min_steps = 3, train_size = 24, eval_size = 10}
 
 
 def test_mixed_tasks_have_metrics_of_their_own_and_evaluations_by_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = SmallRuns(tmp_path)
     before, after = small.config.read_text().split("[task]")
     small.config.write_text(before + MIX + after.partition("\n[sampling]")[1] + after.partition("\n[sampling]")[2])
     assert small.train("--eval.every", 1, "--eval.final_examples", 6) == 0
@@ -175,8 +172,7 @@ def test_rewards_of_a_task_are_those_of_judged_answers() -> None:
     assert task_metrics(group.rollouts) == {"task/a/reward": 0.75, "task/a/correct": pytest.approx(1 / 3)}
 
 
-def test_long_prompts_are_dropped_with_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = SmallRuns(tmp_path)
+def test_long_prompts_are_dropped_with_their_number(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
     prompts = make_task("abacus", train_size=24, eval_size=10).prompts("train")
     lengths = sorted(map(len, Renderer(tokenizer).all_prompt_ids(prompts)))
@@ -190,8 +186,7 @@ def test_long_prompts_are_dropped_with_their_number(tmp_path: Path, capsys: pyte
     assert "all 24 train prompts" in capsys.readouterr().err
 
 
-def test_long_prompts_of_an_endless_split_are_replaced_and_counted(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_long_prompts_of_an_endless_split_are_replaced_and_counted(small: SmallRuns) -> None:
     tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
     lengths = sorted(map(len, Renderer(tokenizer).all_prompt_ids(make_task("abacus").prompts("train")[:200])))
     limit = lengths[100]

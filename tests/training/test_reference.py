@@ -32,11 +32,6 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
 
 
-@pytest.fixture
-def small(tmp_path: Path, no_curves: None, one_thread: None) -> SmallRuns:
-    return SmallRuns(tmp_path)
-
-
 def test_refresh_reference_copies_the_policy_every_n_steps(small: SmallRuns) -> None:
     words = ("--train.steps", 5, "--save.every", 1, "--save.keep", 9, "--algo.kl_coef", 0.1)
     assert small.train(*words, "--algo.refresh_reference", 2) == 0

@@ -29,8 +29,8 @@ from assay.models.base import digests, fingerprint
 from assay.runs import checkpoints
 from assay.training import sync
 from assay.training.learner.optim import make_adamw
-from assay.training.learner.parallel import parallelise
 from assay.training.learner.update import Updater
+from assay.training.parallel import parallelise
 from assay.training.run import TrainingRun
 from assay.training.sync import (
     SyncError,
@@ -130,6 +130,7 @@ def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.
         assert f": 1 weight of {len(broken.first)}: {broken.name} (fing" in text
 
 
+@pytest.mark.slow
 def test_the_probe_names_the_one_server_with_stale_weights(served: AssayEngine) -> None:
     policy = tiny_decoder(0, torch.float32)
     served.update_weights(policy, 0)
@@ -325,11 +326,7 @@ def test_the_method_follows_settings_and_capabilities(verify: Any, lacks: tuple[
             verify_method(cfg, engine)
 
 
-@pytest.fixture
-def small(tmp_path: Path, no_curves: None, one_thread: None) -> SmallRuns:
-    return SmallRuns(tmp_path)
-
-
+@pytest.mark.slow
 def test_a_run_is_verified_by_the_probe_and_resumes_exactly(small: SmallRuns) -> None:
     words = ("--engine.verify", "probe", "--train.steps", 4, "--save.every", 2)
     assert small.train(*words, "--name", "whole") == 0
@@ -359,7 +356,7 @@ def test_the_probe_of_a_separate_training_process_is_the_same(small: SmallRuns) 
     assert separate == same and sum(map(bool, same)) == 2
 
 
-@pytest.mark.parametrize("method", ["fingerprint", "probe"])
+@pytest.mark.parametrize("method", ["fingerprint", pytest.param("probe", marks=pytest.mark.slow)])
 def test_a_broken_sync_ends_the_run_with_one_line_and_the_checkpoint_before_is_kept(
     small: SmallRuns, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,22 +403,14 @@ def verify_on_ranks(mesh: Mesh, folder: Path, tp: int) -> None:
         assert len(set(mesh.all_gather_objects((text, learning.step)))) == 1
 
 
-def check_on_ranks(world: int, tp: int, folder: Path) -> None:
-    start(world, verify_on_ranks, folder, tp)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 2)])
+def test_fsdp_and_tensor_parallel_ranks_verify_together_and_stop_together(tmp_path: Path, world: int, tp: int) -> None:
+    start(world, verify_on_ranks, tmp_path, tp)
     for dtype in (torch.bfloat16, torch.float32):
-        scores, weights = torch.load(folder / f"probe-{dtype}.pt")
+        scores, weights = torch.load(tmp_path / f"probe-{dtype}.pt")
         policy = tiny_decoder(1, torch.float32)
         policy.load_state_dict(weights, strict=False)
         learning = Learning(policy, dtype=dtype)
         alone = learning.weight_sync._trainer_scores()[0]
         assert np.abs(alone - np.array(scores)).max() < 1e-4  # the same weights, rounded alike
-
-
-@pytest.mark.slow
-def test_fsdp_ranks_verify_together_and_stop_together(tmp_path: Path) -> None:
-    check_on_ranks(2, 1, tmp_path)
-
-
-@pytest.mark.slow
-def test_fsdp_and_tensor_parallel_ranks_verify_together_and_stop_together(tmp_path: Path) -> None:
-    check_on_ranks(4, 2, tmp_path)

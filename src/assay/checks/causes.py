@@ -242,6 +242,11 @@ class RunHistory:
         enough = self.finished or (len(window.rows) >= MIN_STEPS and window.answers >= MIN_ANSWERS)
         return window if (window.from_start and enough) or len(window.rows) >= late else None
 
+    def lasting(self, symptom: Symptom, count: int) -> Window | None:
+        """At least `count` last steps with the symptom, whatever the run has learned."""
+        rows = trailing(self.steps, symptom)
+        return Window(rows, self.first, self.config) if len(rows) >= count else None
+
     def trend(self, symptom: Symptom, count: int = LONG) -> Window | None:
         """At least `count` last steps with the symptom, besides the first steps of the run, to be compared with them.
 

@@ -22,12 +22,10 @@ from assay.checks.causes import (
     Diagnosis,
     Row,
     RunHistory,
-    Window,
     at_least,
     mean_of,
     now,
     percent,
-    trailing,
     values,
 )
 from assay.runs.console import finite
@@ -132,8 +130,7 @@ def memory_full(run: RunHistory) -> Diagnosis | None:
         ("memory/gpu", "GPU memory", ("train.token_budget", "engine.kv_cache_gib", "train.activation_checkpointing")),
         ("memory/host", "main memory", ("train.token_budget", "engine.kv_cache_gib", "reward.workers")),
     ):
-        window = Window(trailing(run.steps, at_least(name, FULL)), run.first, run.config)
-        if len(window.rows) >= MIN_STEPS:
+        if window := run.lasting(at_least(name, FULL), MIN_STEPS):
             listed = ", ".join(map(window.now, keys[:2]))
             more = keys[2]
             if more == "train.activation_checkpointing":
@@ -184,8 +181,7 @@ def starving(run: RunHistory) -> Diagnosis | None:
         ("async/learner_idle", "the learner waited for groups", more_servers if servers else ""),
         ("async/engine_idle", "the engine had nothing to sample", more_groups),
     ):
-        window = Window(trailing(run.steps, at_least(name, STARVING)), run.first, run.config)
-        if remedy and len(window.rows) >= LONG:
+        if remedy and (window := run.lasting(at_least(name, STARVING), LONG)):
             share = percent(window.mean(name))
             return Diagnosis("starving", f"{what} {share} of the time {window.span} ({name})", remedy)
     return None

@@ -52,13 +52,12 @@ def settings_problems(
     complete = cfg.model_dump() | ({} if algo is None else {"algo": dict(algo.settings)})
     yield from diagnose_settings(complete, parameters)
     if algo is not None:
-        for problem in risky_settings(cfg, algo):
-            yield Diagnosis("risky_setting", problem.what, problem.remedy)
-        for problem in (*unused_settings(cfg, algo, task), *unused_tokenizer(cfg.model)):
-            yield Diagnosis("unused_setting", problem.what, problem.remedy)
+        yield from risky_settings(cfg, algo)
+        yield from unused_settings(cfg, algo, task)
+        yield from unused_tokenizer(cfg.model)
 
 
-def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[Problem]:
+def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[Diagnosis]:
     """Settings that differ from their default and have no effect. The default of an algorithm setting is that of the
     recipe.
     """
@@ -71,25 +70,22 @@ def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None)
         for name in names:
             is_set = name in own or not name.startswith("algo.")
             if is_set and attrgetter(name)(cfg) != defaults[name]:
-                yield Problem(f"{name} has no effect", reason)
+                yield Diagnosis("unused_setting", f"{name} has no effect", reason)
 
 
-def unused_tokenizer(cfg: ModelConfig) -> Iterator[Problem]:
+def unused_tokenizer(cfg: ModelConfig) -> Iterator[Diagnosis]:
     if cfg.tokenizer in PRESET_TOKENIZERS and cfg.source and not cfg.source.startswith(PRESET):
-        names = " and ".join(map(repr, PRESET_TOKENIZERS))
-        yield Problem(
-            "model.tokenizer has no effect", f"{names} are for presets, and {cfg.source} has its own tokenizer"
-        )
+        why = f"{' and '.join(map(repr, PRESET_TOKENIZERS))} are for presets, and {cfg.source} has its own tokenizer"
+        yield Diagnosis("unused_setting", "model.tokenizer has no effect", why)
 
 
-def risky_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[Problem]:
+def risky_settings(cfg: TrainConfig, algo: Algorithm) -> Iterator[Diagnosis]:
     """Settings that harm learning."""
     if cfg.sampling.truncates:
-        yield Problem(
-            "sampling is truncated (top_k, top_p, min_p or min_new_tokens)",
-            "importance ratios are inexact; see sampling/kept_mass",
-        )
-    yield from map(Problem, algo.warnings(run_facts(cfg, algo)))
+        what = "sampling is truncated (top_k, top_p, min_p or min_new_tokens)"
+        yield Diagnosis("risky_setting", what, "importance ratios are inexact; see sampling/kept_mass")
+    for warning in algo.warnings(run_facts(cfg, algo)):
+        yield Diagnosis("risky_setting", warning, "")
 
 
 def run_facts(cfg: TrainConfig, algo: Algorithm) -> RunFacts:

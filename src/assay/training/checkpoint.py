@@ -28,8 +28,7 @@ from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.text import Tokenizer
 from assay.training.learner.critic import Critic
 from assay.training.learner.optim import allocate_optimizer_state, optimizer_tensors
-from assay.training.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
-from assay.training.ranks import check_replicas
+from assay.training.parallel import check_replicas, is_sharded, load_sharded, save_sharded, saved_shapes
 from assay.training.sources import ReplayBuffer
 from assay.types import Group, UserError
 

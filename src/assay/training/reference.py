@@ -24,9 +24,8 @@ from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
 from assay.training.checkpoint import FILE_BYTES
 from assay.training.checkpoint import REFERENCE as FOLDER
-from assay.training.learner.parallel import parallelise
 from assay.training.learner.update import Updater
-from assay.training.ranks import check_weights
+from assay.training.parallel import check_weights, parallelise
 from assay.types import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

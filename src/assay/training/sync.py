@@ -29,8 +29,8 @@ from assay.models.base import digests, fingerprint
 from assay.models.lora import merged_weights
 from assay.models.quantize import NF4Linear, quantized_layers
 from assay.training.learner.pack import Row
-from assay.training.learner.parallel import is_fsdp
 from assay.training.learner.update import Updater
+from assay.training.parallel import is_fsdp
 from assay.types import UserError, plural
 
 Method = Literal["fingerprint", "probe", "off"]

@@ -23,8 +23,8 @@ from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.training.learner.critic import Critic, make_critic
 from assay.training.learner.optim import make_adamw
 from assay.training.learner.pack import Row, rows_of
-from assay.training.learner.parallel import parallelise
 from assay.training.learner.update import Updater
+from assay.training.parallel import parallelise
 from assay.types import Rollout, UserError
 
 TRUNKS = ("separate", "shared")
@@ -318,11 +318,6 @@ def test_an_update_with_a_non_finite_gradient_is_skipped() -> None:
     assert weights_of(own.model.trunk).equal(before[0]) and own.model.head.weight.equal(before[1])
     credit(own, groups)
     assert own.learn(groups)["critic/skipped"] == 0.0 and not own.model.head.weight.equal(before[1])
-
-
-@pytest.fixture
-def small(tmp_path: Path, no_curves: None) -> SmallRuns:
-    return SmallRuns(tmp_path)
 
 
 @pytest.mark.parametrize("trunk", ["shared", pytest.param("separate", marks=pytest.mark.slow)])

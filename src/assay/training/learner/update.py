@@ -34,8 +34,8 @@ from assay.training.learner.pack import (
     weighted_rollouts,
     with_step_inputs,
 )
-from assay.training.learner.parallel import sum_gradients
 from assay.training.non_finite import Fault, diagnose_nonfinite
+from assay.training.parallel import sum_gradients
 from assay.types import Group, Progress
 
 Scorer = Literal["trainer", "reference"]
