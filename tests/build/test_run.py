@@ -208,17 +208,6 @@ def test_the_automatic_token_budget_is_saved_and_a_resumed_run_uses_it(
     assert saved() == [32, 32]
 
 
-def test_a_token_budget_in_the_settings_is_used_as_it_is(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "cpu_token_budget", lambda *sizes: 64)
-    cfg = load_settings(TrainConfig, small.config, {"train.token_budget": 100, "runs_dir": str(small.runs)})
-    run = new_run(cfg, Console(quiet=True))
-    assert run.learner.updater.token_budget == run.cfg.train.token_budget == 100
-    cfg.train.token_budget = 0
-    run = new_run(cfg, Console(quiet=True))
-    assert run.learner.updater.token_budget == run.cfg.train.token_budget == 64
-    assert cfg.train.token_budget == 0  # the caller's settings are not changed
-
-
 def test_a_runs_folder_must_be_writable(tmp_path: Path) -> None:
     check_writable(tmp_path / "new" / "runs")
     (tmp_path / "file").write_text("")
