@@ -360,6 +360,8 @@ def seconds_to_first_token(words: Sequence[str], environment: dict[str, str]) ->
         raise UserError(f"the started process generated no token: {reason.removeprefix('assay: ')}")
 
 
+# Episodes
+
 MODES = ("rounds", "own-pace")
 MAX_LENGTH = 1024  # tokens per episode
 WEIGHTS_SEED = 3

@@ -43,13 +43,12 @@ from assay.training.parallel import start_mesh
 from assay.training.reference import load_reference
 from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
 
-PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
-MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
-
 T = TypeVar("T")
 GIB = 2**30
 TYPICAL_VOCABULARY = 1_000  # of presets, whose vocabulary comes from the task
-TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized here
+TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized by `diagnose_config`
+PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
+MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
 
 
 def diagnose_config(cfg: TrainConfig) -> list[Diagnosis]:

@@ -51,13 +51,10 @@ from assay.training.sync import Method
 from assay.types import Progress, Prompt, UserError, describe_error
 
 MAX_GENERATED = 64  # prompts per generated split whose length is checked
-
+ENDPOINT = "openai"  # the engine without weights
 PRESET_LENGTH = 512
-
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
-
 TOKEN_BUDGET, LEAST_TOKEN_BUDGET = 2**14, 2**9  # default of train.token_budget, and the least one chosen for a CPU
-
 SMALL_ACTIVATIONS = 2**31  # bytes; a model that needs less per micro-batch is trained alike on all machines
 
 
@@ -180,9 +177,6 @@ def prompt_parts(cfg: PromptConfig, task: Task | None) -> dict[str, Any]:
         examples = few_shot_from_prompts(task.prompts("train"), cfg.few_shot)
     system = read_text_file(cfg.system_file) if cfg.system_file else cfg.system or None
     return {"template": cfg.template or None, "system": system, "few_shot": examples}
-
-
-ENDPOINT = "openai"  # the engine without weights
 
 
 def build_collector(

@@ -123,6 +123,8 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
+# Steps of a run
+
 Row = Mapping[str, Any]  # a line of metrics.jsonl
 Symptom = Callable[[Row], bool]
 

@@ -58,6 +58,8 @@ def diagnose(
     return ranked(cause for cause in found if cause is not None)
 
 
+# Run folders
+
 UNEXPECTED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # values of a damaged file
 SHOWN = 3  # examples of a cause
 EXAMPLE_CHARS = 160  # of the end of an answer, where the final answer is

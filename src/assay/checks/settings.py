@@ -158,6 +158,8 @@ def repeated_ids(splits: Mapping[str, Sequence[Prompt]]) -> Iterator[Diagnosis]:
         )
 
 
+# Rewards, batch sizes and learning rates
+
 LARGE = 50_000_000  # parameters; smaller models need and bear learning rates that destroy larger ones
 SMALL_BATCH = 128  # answers per step
 # Learning rates that runs of this project and published runs have trained with, widened by a factor of 3 to 10 on

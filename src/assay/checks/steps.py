@@ -211,6 +211,9 @@ def judge_often_fails(run: RunHistory) -> Diagnosis | None:
     return explain_failing_judge(window, "warning")
 
 
+# Runs that get worse: a symptom in many steps, compared with the first steps of the run. Each rule is silent while the
+# reward is higher than in the first steps: then the run learns, whatever else changes.
+
 SHORT = 8  # steps after which a symptom counts that no healthy run has
 MISMATCH = 0.02  # nats per token between engine and trainer; bfloat16 engines cause about 0.001, float32 1e-12
 MATCHED = 0.002  # nats per token in the first step, which shows that engine and trainer can agree

@@ -164,6 +164,8 @@ def shard(tensor: Tensor) -> str:
     return " ".join(f"{name}={grid.get_local_rank(name)}" for name, kind in placements if not kind.is_replicate())
 
 
+# A policy on many devices
+
 LARGE = 10**9  # parameters from which mode "auto" shards: a full copy per GPU would take too much memory
 BUCKET = 1 << 25  # elements per all-reduce
 
