@@ -52,7 +52,7 @@ def test_files_are_flushed_before_a_checkpoint_is_renamed(tmp_path: Path, monkey
     monkeypatch.setattr(os, "fsync", lambda file: (on_disk.append(os.fstat(file).st_ino), fsync(file)))
     monkeypatch.setattr(checkpoints, "rename", named)
     save(tmp_path, 1)
-    assert checkpoints.metrics_bytes(tmp_path, 1) == metrics.stat().st_size
+    assert checkpoints.saved_metrics(tmp_path, 1) == metrics.read_bytes()
     assert {tmp_path.stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= set(on_disk)
 
 

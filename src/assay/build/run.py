@@ -129,7 +129,7 @@ def last_checkpoint(cfg: TrainConfig, path: Path, mesh: Mesh, console: Console) 
     warnings = [f"{problem}: resuming from an earlier checkpoint" for problem in problems]
     if step is not None:
         warnings += changes_since_checkpoint(cfg, path, step)
-        if not checkpoints.metrics_intact(path, step):
+        if checkpoints.saved_metrics(path, step) is None:
             warnings.append(
                 f"{path / 'metrics.jsonl'} was truncated or changed since step {step} was saved: weights are not "
                 "affected, but curves and training time will be incomplete"

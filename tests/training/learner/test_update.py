@@ -141,7 +141,7 @@ def test_ratios_use_the_trainers_logprobs_before_its_first_update() -> None:
     algo = make_algorithm("grpo", correction="token_truncate", correction_high=1.1, updates=2)
     groups = credited(algo)
     trained = updater(algo, token_budget=30)
-    rows = trained.recompute_logprobs(rows_of(groups, algo), algo)
+    rows = trained.with_scores(rows_of(groups, algo), algo, "trainer")
     rollouts = [r for group in groups for r in group.rollouts if r.advantage]
     for row, rollout in zip(rows, rollouts, strict=True):
         every = full_logprobs(trained.policy, rollout.token_ids)
