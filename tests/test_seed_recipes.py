@@ -12,7 +12,7 @@ import torch
 from stub_endpoint import stub_endpoint
 
 from assay.algos import LossBatch
-from assay.build.policy import build_renderer
+from assay.build.models import build_renderer
 from assay.build.problems import build_algorithm, build_problems
 from assay.cli.main import main
 from assay.config import TrainConfig

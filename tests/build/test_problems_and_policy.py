@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from assay.build import policy as policy_module
-from assay.build.policy import activation_bytes, build_renderer, choose_token_budget, cpu_token_budget
+from assay.build import models as policy_module
+from assay.build.models import activation_bytes, build_renderer, choose_token_budget, cpu_token_budget
 from assay.build.problems import build_algorithm, build_demonstrations, build_task, gold_episodes, select_prompts
 from assay.config import PromptConfig, TrainConfig
 from assay.envs import make_env

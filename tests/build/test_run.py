@@ -13,10 +13,10 @@ import pytest
 import torch
 from small_run import SmallRuns
 
-from assay.build import policy as policy_module
+from assay.build import models as policy_module
 from assay.build import run as run_module
 from assay.build.dry_run import check_writable, memory_by_purpose, memory_report
-from assay.build.policy import choose_token_budget
+from assay.build.models import choose_token_budget
 from assay.build.problems import build_algorithm
 from assay.build.run import new_run
 from assay.config import TrainConfig
@@ -206,17 +206,6 @@ def test_the_automatic_token_budget_is_saved_and_a_resumed_run_uses_it(
     assert saved() == [64, 64] and [one.token_budget for one in used] == [64, 64, 64]
     assert small.resume("small", "--train.steps", 3, "--train.token_budget", 0) == 0
     assert saved() == [32, 32]
-
-
-def test_a_token_budget_in_the_settings_is_used_as_it_is(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "cpu_token_budget", lambda *sizes: 64)
-    cfg = load_settings(TrainConfig, small.config, {"train.token_budget": 100, "runs_dir": str(small.runs)})
-    run = new_run(cfg, Console(quiet=True))
-    assert run.learner.updater.token_budget == run.cfg.train.token_budget == 100
-    cfg.train.token_budget = 0
-    run = new_run(cfg, Console(quiet=True))
-    assert run.learner.updater.token_budget == run.cfg.train.token_budget == 64
-    assert cfg.train.token_budget == 0  # the caller's settings are not changed
 
 
 def test_a_runs_folder_must_be_writable(tmp_path: Path) -> None:

@@ -78,27 +78,27 @@ def test_the_documented_settings_exist() -> None:
 
 
 def test_the_documented_thresholds_are_those_of_the_program() -> None:
-    from assay.checks import history, learning, results, stability
+    from assay.checks import causes, results, steps
     from assay.checks.settings import REASONABLE
 
     texts = {name: evidence for name, _, evidence, _ in ROWS}
     for name, *limits in (
-        ("judge_fails", learning.FAILING, learning.OFTEN_FAILING),
-        ("truncated", learning.NEARLY_ALL, stability.CUT_OFF),
-        ("stale_weights", stability.MATCHED, stability.MISMATCH),
-        ("mismatch", stability.MISMATCH),
-        ("always_clipped", stability.CLIPPED, stability.CLIPPED_SEQUENCES),
-        ("few_useful_groups", stability.USELESS),
-        ("entropy_collapse", learning.LOW_ENTROPY),
+        ("judge_fails", steps.FAILING, steps.OFTEN_FAILING),
+        ("truncated", steps.NEARLY_ALL, steps.CUT_OFF),
+        ("stale_weights", steps.MATCHED, steps.MISMATCH),
+        ("mismatch", steps.MISMATCH),
+        ("always_clipped", steps.CLIPPED, steps.CLIPPED_SEQUENCES),
+        ("few_useful_groups", steps.USELESS),
+        ("entropy_collapse", steps.LOW_ENTROPY),
         ("memory_full", results.FULL),
-        ("starving", results.STARVING, history.LONG),
+        ("starving", results.STARVING, causes.LONG),
         ("not_significant", results.SIGNIFICANT),
         ("no_change", results.MIN_PROBLEMS),
-        ("kl_blow_up", stability.SHORT),
+        ("kl_blow_up", steps.SHORT),
     ):
         assert all(re.search(rf"(?<![\d.]){limit:g}(?!\d)", texts[name]) for limit in limits), name
-    assert f"need {history.MIN_STEPS} steps and {history.MIN_ANSWERS} answers" in PAGE
-    assert f"in the last {history.LONG} steps" in PAGE and f"since the first {history.FIRST} steps" in PAGE
+    assert f"need {causes.MIN_STEPS} steps and {causes.MIN_ANSWERS} answers" in PAGE
+    assert f"in the last {causes.LONG} steps" in PAGE and f"since the first {causes.FIRST} steps" in PAGE
     for low, high in REASONABLE.values():
         assert re.search(rf"{written(low)} to {written(high)}", PAGE)
 

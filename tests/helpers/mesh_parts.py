@@ -18,8 +18,8 @@ from assay.models.base import fingerprint
 from assay.models.spec import ModelSpec
 from assay.training.learner.optim import make_adamw, make_optimizer
 from assay.training.learner.pack import rows_of
-from assay.training.learner.parallel import parallelise
 from assay.training.learner.update import Updater
+from assay.training.parallel import parallelise
 from assay.types import Group
 
 STEPS = 5

@@ -1,21 +1,27 @@
+"""Prompts to judged groups: seeds, verdicts, progress; divided among ranks."""
+
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from processes import start
 
 from assay.config import EvalConfig, SamplingConfig
 from assay.engine import make_engine
-from assay.engine.base import SamplingParams
+from assay.engine.base import Capabilities, EngineInfo, Event, Finished, Request, SamplingParams
+from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector, request_seed, sampling_params
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
-from assay.types import Group, Prompt, Status, UserError, Verdict
+from assay.types import Completion, Finish, Group, Prompt, Status, UserError, Verdict
 
 TASK: Any = make_task("abacus", eval_size=40)
 PARAMS = SamplingParams(n=3, temperature=1.0, max_new_tokens=6)
@@ -75,13 +81,6 @@ def test_request_seed_depends_on_all_four_arguments() -> None:
     assert isinstance(request_seed(0, 0, "\ud800"), int)  # an id can be any JSON string
 
 
-def test_request_seed_is_a_fixed_hash() -> None:
-    import hashlib
-
-    digest = hashlib.blake2b(b"7|4|gsm8k/train/17|0", digest_size=8).digest()
-    assert request_seed(7, 4, "gsm8k/train/17") == int.from_bytes(digest, "little", signed=True)
-
-
 def test_completions_do_not_depend_on_other_prompts() -> None:
     part = collector()
     prompts = list(TASK.prompts("test")[:8])
@@ -135,16 +134,6 @@ def test_verdicts_belong_to_their_rollouts(workers: int) -> None:
                 assert rollout.reward == rollout.verdict.reward == len(rollout.text)
 
 
-def test_prompt_tokens_have_loss_mask_0() -> None:
-    part = collector()
-    prompt = TASK.prompts("test")[0]
-    rollout = part.collect([prompt], PARAMS, (0, 0))[0].rollouts[0]
-    context = part.renderer.prompt_ids(prompt)
-    assert rollout.token_ids[: len(context)] == context
-    assert rollout.loss_mask == [0] * len(context) + [1] * rollout.length
-    assert len(rollout.engine_logprobs) == len(rollout.token_ids)
-
-
 def test_sampling_params_of_an_evaluation_default_to_those_of_training() -> None:
     training = SamplingConfig(temperature=0.7, top_k=5, max_new_tokens=33, min_new_tokens=2, stop=["Q:"])
     assert sampling_params(training, 4) == SamplingParams(
@@ -180,3 +169,97 @@ def test_judge_that_fails_on_all_answers_raises(tmp_path: Any) -> None:
     for group in groups:
         status = Status.OK if group.prompt.fields["start"] % 2 else Status.ERROR
         assert all(r.verdict is not None and r.verdict.status is status for r in group.rollouts)
+
+
+T = TypeVar("T")
+TWO_SHORT = SamplingParams(n=2, max_new_tokens=4)
+PROMPTS = TASK.prompts("test")[:5]
+
+
+class SeedEngine:
+    """Samples a token that depends on the seed, and records the names of the requests of the last call."""
+
+    info = EngineInfo(0, 64, 8, torch.float32, Capabilities())
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.asked, self.fails = mesh, [], False  # type: ignore[var-annotated]
+        self.events: list[Event] = []
+
+    def add(self, request: Request) -> int:
+        if not self.events:
+            self.asked = []
+        self.asked.append(request.name)
+        request_id = len(self.asked)
+        for sample in range(request.params.n):
+            completion = Completion([request.seed % 7 + sample], [0.0], [0.0], Finish.STOP)
+            self.events.append(Finished(request_id, sample, completion))
+        return request_id
+
+    def step(self, wait: bool = True) -> list[Event]:
+        if self.fails:
+            raise UserError(f"rank {self.mesh.rank} cannot")
+        events, self.events = self.events, []
+        return events
+
+    def abort(self, ids: Any) -> None:
+        self.events = []
+
+
+class Leaves:
+    """Interrupts the work on one rank, and all ranks in `check`."""
+
+    def __init__(self, leaves: bool) -> None:
+        self.leaves = leaves
+
+    def interruptible(self, work: Callable[[], T]) -> T | None:
+        return None if self.leaves else work()
+
+    def check(self) -> None:
+        raise KeyboardInterrupt
+
+
+def judge(completion: str, answer: str, fields: Any) -> Verdict:
+    return Verdict(float(len(completion)), Status.WRONG)
+
+
+def fails_on_all(completion: str, answer: str, fields: Any) -> Verdict:
+    raise ZeroDivisionError
+
+
+def rank_collector(mesh: Mesh, judged_by: Any = judge) -> Collector:
+    engine: Any = SeedEngine(mesh)
+    return Collector(engine, Renderer(word_tokenizer(TASK.words())), JudgePool(judged_by, 0, 5.0), mesh)
+
+
+def share(flat: Mesh) -> None:
+    for mesh in (flat, init_mesh(2), init_mesh(4)):
+        for count in (5, 2, 1):
+            expected = rank_collector(Mesh()).collect(PROMPTS[:count], TWO_SHORT, (3, 1))
+            shared = rank_collector(mesh)
+            assert shared.collect(PROMPTS[:count], TWO_SHORT, (3, 1)) == expected
+            asked: Any = shared.engine
+            shares = mesh.all_gather_objects(asked.asked)
+            assert sorted(chain(*shares[:: mesh.tp_size])) == sorted(prompt.id for prompt in PROMPTS[:count])
+            sizes = [len(names) for names in shares]
+            assert max(sizes) - min(sizes) <= 1  # balanced
+
+    failing = rank_collector(flat)
+    failing.engine.fails = flat.rank == 2  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="rank 2 cannot"):
+        failing.collect(PROMPTS, TWO_SHORT, (3, 1))
+    with pytest.raises(UserError, match="the judge failed on all 10 answers"):
+        rank_collector(flat, fails_on_all).collect(PROMPTS, TWO_SHORT, (3, 1))
+    # A judge that fails on all answers of one rank only is no error of the run.
+    some = rank_collector(flat, fails_on_all if flat.rank == 1 else judge).collect(PROMPTS, TWO_SHORT, (3, 1))
+    assert {r.verdict.status for r in some[1].rollouts if r.verdict} == {Status.ERROR}
+
+    leaving = rank_collector(flat)
+    leaving.stopper = Leaves(flat.rank == 3)
+    with pytest.raises(KeyboardInterrupt):
+        leaving.collect(PROMPTS, TWO_SHORT, (3, 1))
+    assert torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_prompts_are_divided_among_ranks_and_errors_are_raised_on_all() -> None:
+    start(4, share)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from processes import start
 
-from assay.bench import episodes as bench
-from assay.bench.episodes import Rounds
+from assay.bench import engine as bench
+from assay.bench.engine import Rounds
 from assay.engine import Request, RequestError, SamplingParams, make_engine
 from assay.engine.client import ClientThread
 from assay.engine.sequence import BLOCK_SIZE
@@ -26,9 +26,9 @@ from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector, Limits, play
-from assay.rollout.stream import GroupStream, Ticket
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
+from assay.training.async_source import GroupStream, Ticket
 from assay.types import Group, Rollout, Status, UserError
 
 PARAMS = SamplingParams(n=3, max_new_tokens=60)
@@ -101,22 +101,6 @@ def test_trajectories_equal_those_of_synchronous_rounds(name: str, max_batch: in
     engine.reset_prefix_cache()
     part.engine = Rounds(engine)  # type: ignore[assignment]
     assert as_data(part.collect(prompts, PARAMS, (4, 2))) == as_data(ours)
-
-
-def test_short_actions_do_not_wait_for_longer_ones() -> None:
-    """Measured in engine steps: 48 episodes of up to 5 actions of up to 24 tokens."""
-    part = collector(Chatter(), max_batch=12)
-    engine: Any = part.engine
-    prompts, params = Chatter().prompts("train")[:16], replace(PARAMS, max_new_tokens=200)
-    found, steps = [], []
-    for served in (engine, Rounds(engine)):
-        part.engine = served
-        engine.reset_prefix_cache()
-        engine.reset_stats()
-        found.append(as_data(part.collect(prompts, params, (1, 1))))
-        steps.append(engine.stats.decode_steps)
-    assert found[0] == found[1]
-    assert steps[0] < 0.9 * steps[1], steps
 
 
 def test_small_kv_cache_changes_no_trajectory_and_leaks_no_blocks() -> None:

@@ -6,7 +6,7 @@ import io
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.runs.console import (
@@ -14,7 +14,6 @@ from assay.runs.console import (
     Console,
     Operation,
     PrintableStream,
-    aligned,
     count,
     duration,
     fraction,
@@ -87,14 +86,6 @@ def test_eta_of_a_resumed_run_counts_its_own_steps() -> None:
     assert out.getvalue().splitlines() == ["demo: 40 steps, from step 200", "step 201/240  eta 6m30s"]
 
 
-def test_remaining_time_of_a_resumed_run_without_start_step() -> None:
-    console, out, clock = plain()
-    console.start(240, "demo")
-    clock.now += 10
-    console.step(201, {})
-    assert out.getvalue().splitlines()[-1] == "step 201/240  eta 6m30s"
-
-
 def test_plain_steps_are_limited_to_one_line_per_interval_besides_the_first_evaluations_and_the_last() -> None:
     console, out, clock = plain()
     console.start(99, "warm start")
@@ -114,16 +105,6 @@ def test_plain_operations_are_limited_to_one_line_per_interval() -> None:
         clock.now += 0.125
     console.progress("sampling", 64, 64, "answers", tokens=6400)
     assert out.getvalue().splitlines() == ["start", "sampling  40/64 answers  800 tokens/s  eta 3s"]
-
-
-def test_short_operations_are_not_shown_in_plain_output() -> None:
-    console, out, clock = plain()
-    for step in range(1, 4):
-        console.step(step, {})
-        console.progress("sampling", 0, 8, "answers")
-        clock.now += 1
-        console.progress("sampling", 8, 8, "answers")
-    assert out.getvalue().splitlines() == ["step 1"]
 
 
 def test_short_operations_among_rare_lines_are_not_shown_in_plain_output() -> None:
@@ -289,10 +270,6 @@ def test_durations_and_counts_are_short() -> None:
     assert [*map(count, (0, 860_416, 134_515_008, 1_543_714_304))] == ["0", "860,416", "135M", "1.54B"]
 
 
-def test_aligned() -> None:
-    assert aligned([["a", "bb"], ["ccc", 1]]) == ["a    bb", "ccc  1"]
-
-
 UNSAFE = [*map(chr, (*range(9), *range(11, 32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)))]
 
 
@@ -301,6 +278,7 @@ def test_text_of_any_language_is_unchanged() -> None:
         assert printable(text) == text
 
 
+@settings(max_examples=40)
 @given(st.text(alphabet=st.one_of(st.sampled_from(UNSAFE), st.characters(codec="utf-8"))))
 def test_no_control_character_is_left(text: str) -> None:
     shown = printable(text)
@@ -348,12 +326,6 @@ def test_a_fraction_is_never_rounded_to_0_or_1() -> None:
         *("0.00", "1.00", "0.50", "0.99", "1.70", "-0.00")
     ]
     assert [fraction(value) for value in (0.996, 0.004, 0.9996, 0.99999)] == ["0.996", "0.004", "0.9996", "0.99999"]
-
-
-def test_lines_of_steps_distinguish_nearly_all_from_all() -> None:
-    out = io.StringIO()
-    Console(out).step(5, {"reward/mean": 0.997, "eval/accuracy": 0.996})
-    assert out.getvalue() == "step 5  reward 0.997  eval 0.996\n"
 
 
 def test_remaining_time_is_not_estimated_from_a_tiny_part_of_an_operation() -> None:

@@ -148,6 +148,7 @@ def test_truncate_after_deletes_later_files_and_lines(run: Run) -> None:
         run.log(step, {"reward/mean": step / 10, "odd": math.nan})
         write_rollouts(run.path, step, [])
         write_rollouts(run.path, step, [], kind="eval", split="test")
+        write_rollouts(run.path, step, [], kind="skipped")
         with checkpoints.saving(run.path, step) as folder:
             (folder / "state.json").write_text(str(step))
     checkpoints.set_best(run.path, 5, 0.9)
@@ -158,7 +159,8 @@ def test_truncate_after_deletes_later_files_and_lines(run: Run) -> None:
     for _ in range(2):  # it may be cut off itself, and is then done again
         run.truncate_after(4)
         assert (run.path / "metrics.jsonl").read_text().splitlines() == before[:4]
-        assert rollout_steps(run.path) == rollout_steps(run.path, "eval") == checkpoints.steps(run.path) == [1, 2, 3, 4]
+        kinds = [rollout_steps(run.path, kind) for kind in ("train", "eval", "skipped")]
+        assert [*kinds, checkpoints.steps(run.path)] == [[1, 2, 3, 4]] * 4
     assert {path.name for path in (run.path / "rollouts").iterdir()} == {
         f"step-00000{step}.{suffix}" for step in range(1, 5) for suffix in ("jsonl", "npz")
     }

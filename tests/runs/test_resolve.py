@@ -153,19 +153,6 @@ def test_errors_of_loading_what_was_not_deleted_are_raised(runs_dir: Path, sourc
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("source", ["/nonexistent/folder", "someone/model"])
-def test_errors_of_loading_anything_but_a_run_are_raised_at_once(runs_dir: Path, source: str) -> None:
-    attempts = []
-
-    def load(path: str) -> None:
-        attempts.append(path)
-        raise UserError(f"there is no {path}")
-
-    with pytest.raises(UserError, match=f"there is no {source}"):
-        load_resolved(source, runs_dir, load)
-    assert attempts == [source]
-
-
 def test_a_step_that_is_deleted_while_it_is_loaded_is_named_with_those_left(runs_dir: Path) -> None:
     def load(path: str) -> None:
         save_and_prune(runs_dir / "demo", 40)

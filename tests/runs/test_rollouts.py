@@ -102,7 +102,7 @@ def groups(draw: st.DrawFn) -> Group:
     return Group(prompt, drawn)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(groups(), max_size=3))
 def test_rollouts_round_trip(written: list[Group]) -> None:
     with tempfile.TemporaryDirectory() as folder:

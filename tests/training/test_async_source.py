@@ -1,4 +1,4 @@
-"""Asynchronous training: which groups are trained when, exactly once and never too stale; resumed and killed runs."""
+"""Asynchronous training: groups as a stream; which are trained when, exactly once and never too stale; kills."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,133 @@ from small_run import SmallRuns
 from assay.algos import make_algorithm
 from assay.config import TrainConfig
 from assay.engine import make_engine
+from assay.engine.base import SamplingParams
+from assay.engine.client import ClientThread
+from assay.envs import make_env
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector
-from assay.rollout.stream import Ticket
 from assay.runs.rollouts import read_rollouts
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
-from assay.training.async_source import MAX_RESTARTS, AsyncSource
+from assay.training.async_source import MAX_RESTARTS, AsyncSource, GroupStream, Ticket
 from assay.training.progress import RunState, Schedule
 from assay.training.sources import PromptStream, SampledGroups, version_of
 from assay.types import Completion, Finish, Group, Rollout, Status, Turn, UserError, Verdict
 from tests.training.test_env_runs import GUESS
+
+PARAMS = SamplingParams(n=3, temperature=1.0, max_new_tokens=9)
+
+
+class StreamParts:
+    """A collector and a stream that share an engine."""
+
+    def __init__(self, kind: str) -> None:
+        task: Any = make_task("abacus", eval_size=40) if kind == "completions" else make_env("guess", high=4, tries=3)
+        tokenizer = word_tokenizer(task.words())
+        policy, renderer = build_preset("nano", tokenizer.vocab_size, 64, seed=3), Renderer(tokenizer)
+        engine = make_engine("native", policy, device="cpu", dtype=torch.float32, max_length=64, decode=renderer.decode)
+        self.thread = ClientThread(engine)
+        judge = JudgePool(task.judge(), 0, 5.0)
+        env = None if kind == "completions" else task
+        self.collector = Collector(engine, renderer, judge, env=env, thread=self.thread)
+        self.stream = GroupStream(self.collector, self.thread)
+        self.prompts = list(task.prompts("test")[:8])
+
+    def tickets(self) -> list[Ticket]:
+        requests = self.collector.requests_for(self.prompts, PARAMS, (7, 0))
+        return [Ticket(index, index, prompt, request, 0) for index, (prompt, request) in enumerate(requests)]
+
+
+@pytest.fixture(params=["completions", "episodes"])
+def parts(request: pytest.FixtureRequest) -> Iterator[StreamParts]:
+    made = StreamParts(request.param)
+    yield made
+    made.stream.close()
+    made.thread.close()
+
+
+def all_groups(stream: GroupStream) -> dict[int, Group]:
+    groups: dict[int, Group] = {}
+    while finished := stream.next():
+        groups |= {ticket.number: group for ticket, group in finished}
+    return groups
+
+
+def assert_same(groups: Sequence[Group], expected: Sequence[Group]) -> None:
+    """All is equal, but for the rounding of log-probabilities, which may depend on the batch."""
+    parts = deepcopy((groups, expected))
+    values: tuple[list[float], list[float]] = [], []
+    for some, found in zip(parts, values, strict=True):
+        for completion in (turn.completion for group in some for one in group.rollouts for turn in one.turns):
+            assert completion.entropy is not None
+            found += [*completion.engine_logprobs, *completion.sampling_logprobs, completion.entropy]
+            completion.engine_logprobs, completion.sampling_logprobs, completion.entropy = [], [], 0.0
+    assert parts[0] == parts[1] and values[0] == pytest.approx(values[1], abs=1e-5)
+
+
+def test_a_stream_samples_the_groups_of_collect(parts: StreamParts) -> None:
+    parts.stream.start(parts.tickets())
+    groups = all_groups(parts.stream)
+    expected = parts.collector.collect(parts.prompts, PARAMS, (7, 0))
+    assert_same([groups[index] for index in range(len(expected))], expected)
+    assert all(rollout.verdict is not None for group in groups.values() for rollout in group.rollouts)
+
+
+def test_groups_that_are_started_later_join_those_that_are_sampled(parts: StreamParts) -> None:
+    tickets = parts.tickets()
+    parts.stream.start(tickets[:5])
+    first = {ticket.number: group for ticket, group in parts.stream.next()}
+    parts.stream.start(tickets[5:])
+    groups = first | all_groups(parts.stream)
+    assert_same([groups[index] for index in range(8)], parts.collector.collect(parts.prompts, PARAMS, (7, 0)))
+
+
+def test_dropped_groups_are_not_returned_and_can_be_started_again(parts: StreamParts) -> None:
+    tickets = parts.tickets()
+    parts.stream.start(tickets)
+    parts.stream.drop(tickets[2:5])
+    assert sorted(all_groups(parts.stream)) == [0, 1, 5, 6, 7]
+    again = [replace(ticket, restarts=1) for ticket in tickets[2:5]]
+    parts.stream.start(again)
+    groups = all_groups(parts.stream)
+    expected = parts.collector.collect(parts.prompts, PARAMS, (7, 0))
+    assert_same([groups[index] for index in (2, 3, 4)], expected[2:5])
+
+
+def test_groups_can_be_dropped_at_any_time(parts: StreamParts) -> None:
+    """Groups are dropped at different moments of their sampling: every other one is returned, and nothing is left."""
+    engine: Any = parts.collector.engine
+    for round_ in range(5):
+        own = [replace(ticket) for ticket in parts.tickets()]
+        parts.stream.start(own)
+        time.sleep(0.002 * round_)
+        parts.stream.drop(own[round_::2])
+        returned = all_groups(parts.stream)
+        assert sorted(returned) == [ticket.number for ticket in own if ticket not in own[round_::2]]
+    assert all_groups(parts.stream) == {}
+    parts.thread.close()
+    assert not (engine.scheduler.kept or engine.blocks.in_use or engine.scheduler.unfinished)
+
+
+def test_lengths_of_dropped_sequences_are_reported_if_the_engine_streams_them() -> None:
+    made = StreamParts("completions")
+    tickets = [replace(one, request=replace(one.request, stream=True)) for one in made.tickets()]
+    made.stream.start(tickets)
+    made.stream.next()
+    lengths = made.stream.drop(tickets)
+    assert all(1 <= length <= PARAMS.max_new_tokens for length in lengths)
+    made.stream.close()
+    made.thread.close()
+
+
+def test_a_request_that_cannot_be_served_is_an_error(parts: StreamParts) -> None:
+    ticket = parts.tickets()[0]
+    invalid = replace(ticket.request, params=replace(ticket.request.params, temperature=-1.0))
+    parts.stream.start([replace(ticket, request=invalid)])
+    with pytest.raises(Exception, match="temperature"):
+        parts.stream.next()
+
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 TASK: Any = make_task("abacus", train_size=400, eval_size=4)
@@ -41,8 +157,8 @@ class ScriptedStream:
     """Finishes groups when the test says so."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.sampling: dict[Ticket, None] = {}
+        self.changed = threading.Condition(threading.RLock())
+        self.sampling: dict[Ticket, None] = {}  # started, and neither returned nor dropped
         self.started: list[Ticket] = []
         self.finished: deque[tuple[Ticket, Group]] = deque()
         self.closed = False
@@ -58,6 +174,8 @@ class ScriptedStream:
             while wait and self.sampling and not self.finished and not self.closed:
                 self.changed.wait(0.01)
             taken, self.finished = list(self.finished), deque()
+            for ticket, _ in taken:
+                del self.sampling[ticket]
             return taken
 
     def drop(self, tickets: Iterable[Ticket]) -> list[int]:
@@ -71,8 +189,7 @@ class ScriptedStream:
     def finish(self, *numbers: int) -> None:
         """Finish these groups, or all of them; a group has the version that it was started with."""
         with self.changed:
-            for ticket in [one for one in self.sampling if one.number in numbers or not numbers]:
-                del self.sampling[ticket]
+            for ticket in [one for one in self._unfinished() if one.number in numbers or not numbers]:
                 completions = [Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], Finish.STOP, ticket.version)] * 2
                 rollouts = [
                     Rollout(ticket.prompt, index, [Turn([0], one, "x")], Verdict(float(index), Status.WRONG), index)
@@ -83,7 +200,12 @@ class ScriptedStream:
 
     @property
     def numbers(self) -> list[int]:
-        return sorted(ticket.number for ticket in self.sampling)
+        return sorted(ticket.number for ticket in self._unfinished())
+
+    def _unfinished(self) -> list[Ticket]:
+        with self.changed:
+            finished = {ticket for ticket, _ in self.finished}
+            return [ticket for ticket in self.sampling if ticket not in finished]
 
 
 class Parts:
@@ -279,8 +401,7 @@ def test_a_resumed_source_trains_every_group_once(make_parts: Any) -> None:
     assert len(saved["source"]["running"]) + len(groups) == 2 * PROMPTS and groups
     second = make_parts(max_staleness=2, steps=6)
     second.state = replace(first.state)
-    second.source.load_state_dict(saved)
-    second.source.load_groups(groups)
+    second.source.load_state_dict(saved, groups)
     while not second.source.schedule.done(second.state):
         trained += [group.prompt.id for group in second.next().groups]
     assert Counter(trained) == Counter(prompt.id for prompt in PromptStream(TASK.prompts("train"), 0).next(18))
@@ -292,9 +413,8 @@ def test_a_resumed_source_trains_every_group_once(make_parts: Any) -> None:
 def test_a_queue_that_lacks_a_group_is_refused(make_parts: Any) -> None:
     first, second = make_parts(max_staleness=2), make_parts(max_staleness=2)
     first.next(0, 1, 2, 3)
-    second.source.load_state_dict(first.source.state_dict())
     with pytest.raises(UserError, match="resume from another checkpoint"):
-        second.source.load_groups([])
+        second.source.load_state_dict(first.source.state_dict())
 
 
 def test_an_interrupted_step_is_saved_as_it_was_before(make_parts: Any) -> None:
@@ -314,17 +434,6 @@ class Interrupt:
 
     def interruptible(self, work: Any) -> Any:
         raise KeyboardInterrupt
-
-
-def test_an_error_of_the_producer_is_raised_by_the_learner(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = make_parts(max_staleness=1)
-
-    def fail(wait: bool) -> list[Any]:
-        raise UserError("no server is left")
-
-    monkeypatch.setattr(parts.stream, "next", fail)
-    with pytest.raises(UserError, match="no server is left"):
-        parts.source.next(parts.state)
 
 
 def same_but_async(runs: SmallRuns, one: str, other: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,22 @@
-"""Real runs that cannot learn: each says why while it runs and at its end. Healthy runs say nothing."""
+"""Real runs that cannot learn, get worse, or have a problem of data or machine: each says why. Healthy runs do not."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from small_run import SmallRuns, mostly_slow
 
-from assay.checks import diagnose_run
+from assay.checks import Diagnosis, diagnose_run
 from assay.runs import Run
+from assay.system.memory import host_memory_use
 
 CODE = """
+import itertools
+import random
+
+from assay.engine import NativeEngine
 from assay.envs import Env
 
 class Masking(Env):
@@ -49,6 +55,53 @@ def no_gradient(logprobs, behaviour, advantages, low, high):
 
 def not_finite(logprobs, behaviour, advantages, low, high):
     return logprobs / 0, {}
+
+draw, coin = random.Random(0), itertools.cycle([0.0, 1.0])
+
+def noise(completion, answer):
+    return next(coin)
+
+def seldom(completion, answer):
+    return float(draw.random() < 0.01)
+
+def diverse(completion, answer):
+    words = completion.split()
+    return len(set(words)) / 24
+
+def imitate(logprobs, behaviour, advantages, low, high):
+    return -logprobs, {}
+
+def avoid(logprobs, behaviour, advantages, low, high):
+    return logprobs, {}
+
+class Unverified(NativeEngine):
+    def fingerprint(self):
+        return None
+
+class Stale(Unverified):
+    def update_weights(self, source, version):
+        super().update_weights(source if version == 0 else self.first, version)
+        self.first = getattr(self, "first", None) or Copy(source)
+
+class Copy:
+    def __init__(self, source):
+        self.saved = [(name, weight.detach().clone()) for name, weight in source.weights()]
+
+    def weights(self):
+        return iter(self.saved)
+
+class Imprecise(NativeEngine):
+    def step(self, wait=True):
+        events = super().step(wait)
+        for logprobs in (event.completion.engine_logprobs for event in events):
+            logprobs[:] = [value + draw.gauss(0, 0.4) for value in logprobs]
+        return events
+
+def stale(model, **options):
+    return Stale(model.spec, **options)
+
+def imprecise(model, **options):
+    return Imprecise(model.spec, **options)
 """
 ENOUGH = ("--train.steps", 5, "--train.samples", 6, "--train.prompts", 3)  # 90 answers
 LONG = ("--sampling.max_new_tokens", 60, "--model.max_length", 128)  # random models end most answers before
@@ -80,6 +133,7 @@ RUNS: dict[str, tuple[list[str], str]] = {  # by cause; options, and a key or wo
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None) -> SmallRuns:
     (tmp_path / "code.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return SmallRuns(tmp_path)
 
 
@@ -120,3 +174,94 @@ def test_a_resumed_run_counts_the_steps_before(small: SmallRuns, capsys: pytest.
     assert "warning: " not in capsys.readouterr().out.partition("paired p")[0]
     assert small.resume("small", "--train.steps", 6) == 0
     assert "in all 4 steps" in capsys.readouterr().out
+
+
+STEPS = ("--train.steps", 30, "--train.prompts", 4, "--train.samples", 4)
+NOISE = ("--reward.function", "code.py:noise")
+LONGER = ("--sampling.max_new_tokens", 48, "--model.max_length", 128)
+WARM = ("--sft.steps", 40, "--sft.batch", 24, "--sft.lr", 5e-3, *("--sampling.max_new_tokens", 100))
+SLOWLY = ("--optim.lr", 5e-3, "--optim.warmup", 20, "--train.steps", 48)
+IMITATE = ("--algo.policy_loss", "code.py:imitate")
+WORSE: dict[str, tuple[tuple[object, ...], str]] = {  # by cause: options, and a part of the remedy
+    "entropy_collapse": (
+        (*NOISE, *IMITATE, "--optim.lr", 1e-2, "--train.steps", 50),
+        "optim.lr (now 0.01)",
+    ),
+    "length_collapse": (
+        (*NOISE, *LONGER, *IMITATE, "--optim.lr", 3e-3, "--train.steps", 42),
+        "algo.aggregate",
+    ),
+    "length_explosion": (
+        (*NOISE, *WARM, "--algo.policy_loss", "code.py:avoid", *SLOWLY),
+        "algo.soft_overlong_buffer",
+    ),
+    "kl_blow_up": (
+        (*NOISE, *IMITATE, "--optim.lr", 1e-2, "--algo.kl_coef", 1e-6),
+        "algo.kl_coef (now 1e-06)",
+    ),
+    "always_clipped": (
+        (*NOISE, "--train.passes", 4, "--algo.clip_low", 1e-4, "--algo.clip_high", 1e-4),
+        "algo.clip_low (now 0.0001)",
+    ),
+    "learning_rate_high": (
+        ("--reward.function", "code.py:diverse", *LONGER, "--optim.lr", 0.3, "--train.max_skipped", 0),
+        "optim.lr (now 0.3)",
+    ),
+    "few_useful_groups": (
+        ("--reward.function", "code.py:seldom", "--train.prompts", 20, "--train.samples", 2),
+        "train.samples (now 2)",
+    ),
+    "mismatch": (("--engine.name", "code.py:imprecise", "--train.steps", 5, "--train.samples", 6), "algo.correction"),
+    "stale_weights": (
+        ("--engine.name", "code.py:stale", "--engine.verify", "off", "--optim.lr", 1e-2),
+        "engine.verify (now off)",
+    ),
+}
+
+
+def found(small: SmallRuns, name: str = "small") -> dict[str, Diagnosis]:
+    return {cause.name: cause for cause in diagnose_run(Run.open(small.runs / name))}
+
+
+@pytest.mark.parametrize("name", mostly_slow(WORSE, quick=[]))
+def test_a_run_that_gets_worse_is_warned_once(name: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    options, remedy = WORSE[name]
+    assert small.train(*STEPS, *options) == 0
+    output = capsys.readouterr().out
+    causes = found(small)
+    assert list(causes) == [name] and remedy in causes[name].remedy
+    during = output.partition("paired p")[0]
+    warnings = [line for line in during.splitlines() if line.startswith("warning: ") and remedy in line]
+    assert len(warnings) == 1
+    stored = {cause["name"]: cause for cause in small.summary()["diagnosis"]}
+    assert name in stored and stored[name]["remedy"] == causes[name].remedy
+
+
+def test_memory_that_is_nearly_full_is_reported(
+    small: SmallRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 30 kB\n")
+    monkeypatch.setattr("assay.training.recorder.host_memory_use", partial(host_memory_use, tmp_path))
+    assert small.train("--train.steps", 5) == 0
+    assert "97 % of the main memory" in found(small)["memory_full"].evidence
+    assert capsys.readouterr().out.partition("paired p")[0].count("97 % of the main memory") == 1
+
+
+def test_settings_that_cannot_work_are_named_at_the_start(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--train.steps", 1, "--reward.function", "", "--reward.accuracy", 0, "--optim.lr", 1e-15)
+    assert small.train(*given) == 0
+    before = capsys.readouterr().out.partition("accuracy before")[0]
+    assert "every answer gets the same reward" in before and "optim.lr = 1e-15 is below" in before
+
+
+@pytest.mark.slow
+def test_a_resumed_run_does_not_repeat_warnings_of_the_steps_before(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (*STEPS, *WORSE["always_clipped"][0], "--save.every", 10)
+    assert small.train(*given) == 0
+    small.lose_summary()
+    assert "were clipped" in capsys.readouterr().out.partition("paired p")[0]
+    assert small.resume("small", "--train.steps", 34) == 0
+    assert "were clipped" not in capsys.readouterr().out.partition("paired p")[0]

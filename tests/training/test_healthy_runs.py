@@ -77,8 +77,7 @@ def test_supervised_fine_tuning_has_no_cause(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_an_environment_has_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = SmallRuns(tmp_path)
+def test_an_environment_has_no_cause(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     small.config.write_text(ENVIRONMENT)
     assert small.train() == 0
     check(small.runs, "small", capsys.readouterr().out)

@@ -72,8 +72,8 @@ class Victim:
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_has_the_same_files(tmp_path: Path) -> None:
-    small, steps, draw = SmallRuns(tmp_path), 120, random.Random(SEED)
+def test_a_run_killed_twenty_times_has_the_same_files(small: SmallRuns) -> None:
+    steps, draw = 120, random.Random(SEED)
     assert small.train(*WORDS, "--train.steps", steps) == 0
     victim = Victim(small, steps, SEED)
     for moment in [*("start", "saving", "loop") * 2, *draw.choices(["start", "saving", "loop"], k=16)]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,9 @@ from small_run import SmallRuns, gpt2_folder, mostly_slow
 from assay.algos.recipes import RECIPES
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_lines, read_rollouts
-from assay.training.evaluation import RunEvaluator
+from assay.training.recorder import RunEvaluator
 
 pytestmark = pytest.mark.usefixtures("no_curves")
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> SmallRuns:
-    return SmallRuns(tmp_path)
 
 
 def changed(small: SmallRuns, name: str = "small", steps: int = 2) -> bool:
@@ -61,23 +55,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(small: SmallR
     weights = [(small.checkpoint(2, name) / "model/model.safetensors").read_bytes() for name in "abc"]
     assert weights[0] == weights[1] != weights[2]
     assert small.timeless("a") == small.timeless("b")
-
-
-def test_dropped_groups_are_replaced_by_new_prompts(small: SmallRuns) -> None:
-    (small.folder / "picky.py").write_text(
-        "def reward(completion, answer, start):\n    return len(completion) % 3 / 2 if start % 2 else 0.0\n"
-    )
-    words = ("--algo.recipe", "dapo", "--reward.function", f"{small.folder}/picky.py:reward", "--train.steps", 2)
-    assert small.train(*words) == 0
-    rows = [row for row in small.metrics() if "groups/dropped" in row]
-    assert sum(row["groups/dropped"] for row in rows) > 0
-    for step in (1, 2):
-        groups = read_rollouts(small.runs / "small", step)
-        kept = [group for group in groups if len({r.verdict.reward for r in group.rollouts if r.verdict}) > 1]
-        assert len(kept) == 3 and len(groups) - 3 == rows[step - 1]["groups/dropped"]
-        for group in groups:
-            learns = any(r.advantage for r in group.rollouts)
-            assert learns == (group in kept)
 
 
 def test_a_step_in_which_every_group_is_dropped_is_skipped(small: SmallRuns) -> None:
@@ -178,13 +155,6 @@ def test_the_soft_overlong_penalty_uses_the_context_limit(small: SmallRuns) -> N
         assert rollout.reward == pytest.approx(rollout.verdict.reward - punishment)
         assert punishment == 1.0 or not rollout.truncated
     assert any(rollout.truncated for rollout in rollouts)
-
-
-def test_epochs_count_passes_over_the_train_split(small: SmallRuns) -> None:
-    words = ("--train.epochs", 1, "--train.prompts", 8, "--train.samples", 2, "--sampling.max_new_tokens", 2)
-    assert small.train(*words) == 0
-    seen = [group.prompt.id for step in (1, 2, 3) for group in read_rollouts(small.runs / "small", step)]
-    assert small.summary()["steps"] == 3 and len(seen) == len(set(seen)) == 24
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from serve_parts import command, metric_of
-from small_run import SmallRuns, gpt2_folder
+from small_run import SmallRuns
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
@@ -97,9 +97,8 @@ def tokens(run: Path, step: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_two_by_two_processes_with_servers_equal_one_process_with_its_own_engine(tmp_path: Path) -> None:
+def test_two_by_two_processes_with_servers_equal_one_process_with_its_own_engine(small: SmallRuns) -> None:
     """`assay serve` processes that rank 0 starts, and others that run already."""
-    small = SmallRuns(tmp_path)
     count, layout = LAYOUTS["4 fsdp x tp"]
     assert small.train(*WORDS) == 0
     words = ("train", small.config, *WORDS, *layout, "--engine.name", "assay", "--name")
@@ -115,9 +114,8 @@ def test_two_by_two_processes_with_servers_equal_one_process_with_its_own_engine
 
 
 @pytest.mark.slow
-def test_several_processes_train_asynchronously(tmp_path: Path) -> None:
+def test_several_processes_train_asynchronously(small: SmallRuns) -> None:
     """Without staleness as one process; with staleness, every prompt of the epoch is trained once, also if killed."""
-    small = SmallRuns(tmp_path)
     count, spread = LAYOUTS["2 fsdp"]
     assert small.train(*WORDS) == 0
     words = (*spread, "--engine.name", "assay", "--source", "async", "--source.max_staleness")
@@ -186,15 +184,6 @@ def test_other_kinds_of_runs(rich: SmallRuns, kind: str, layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_models_of_transformers(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
-    words = (*WORDS, "--model", gpt2_folder(tmp_path / "gpt2"), "--algo.kl_coef", 0.1)
-    assert small.train(*words) == 0
-    ended(small.launch(2, "train", small.config, *words, "--parallel.mode", "fsdp", "--name", "fsdp"))
-    same_truth(small, "small", "fsdp")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rich", "critic", "shared-lora"])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(rich: SmallRuns, kind: str) -> None:
     """Saved on 4, the newest checkpoint damaged: the one before it goes on as 2, as 1, and as 4 again."""
@@ -241,8 +230,7 @@ SLOWLY = ("--train.steps", 8, "--save.every", 2, "--sampling.max_new_tokens", 40
 
 
 @pytest.mark.slow
-def test_a_killed_rank_takes_the_run_down_and_it_goes_on(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_killed_rank_takes_the_run_down_and_it_goes_on(small: SmallRuns) -> None:
     ended(small.launch(2, "train", small.config, *SLOWLY))
     process = small.launch(2, "train", small.config, *SLOWLY, "--name", "killed")
     wait_for_step(small, "killed", 5, process)
@@ -261,8 +249,8 @@ def test_a_killed_rank_takes_the_run_down_and_it_goes_on(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "stopped", ["a rank by SIGTERM", "a rank by SIGINT", "the launcher by SIGTERM", "the launcher by SIGKILL"]
 )
-def test_all_ranks_save_and_end_if_one_rank_or_the_launcher_is_stopped(tmp_path: Path, stopped: str) -> None:
-    small, signum = SmallRuns(tmp_path), signal.Signals[stopped.split()[-1]]
+def test_all_ranks_save_and_end_if_one_rank_or_the_launcher_is_stopped(small: SmallRuns, stopped: str) -> None:
+    signum = signal.Signals[stopped.split()[-1]]
     process = small.launch(2, "train", small.config, *SLOWLY, "--parallel.mode", "fsdp", "--train.steps", 500)
     wait_for_step(small, "small", 3, process)
     pids = ranks(process.pid)
@@ -284,8 +272,7 @@ def gone(pids: Iterable[int]) -> bool:
 
 
 @pytest.mark.slow
-def test_mistakes_are_told_once(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_mistakes_are_told_once(small: SmallRuns, tmp_path: Path) -> None:
     for words, line in (
         (("--optim.lrr", 1), "optim.lrr"),  # before the processes know of each other
         (("--parallel.tp", 4), "does not divide the 2 key-value heads"),
@@ -298,8 +285,7 @@ def test_mistakes_are_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_alone_says_so(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_rank_that_fails_alone_says_so(small: SmallRuns, tmp_path: Path) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text(
         "import os\n"
@@ -338,8 +324,7 @@ def each(small: SmallRuns, *words: tuple[object, ...]) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_rank_with_another_setting_ends_all_ranks_before_there_is_a_run(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_rank_with_another_setting_ends_all_ranks_before_there_is_a_run(small: SmallRuns) -> None:
     said = [ended(process, code=2) for process in each(small, (), ("--optim.lr=0.1",))]
     (line,) = [line for text in said for line in text.splitlines() if line.startswith("assay: ")]
     assert f"rank 1 on {socket.gethostname()} differs: optim.lr is 0.1 there, and " in line
@@ -347,8 +332,7 @@ def test_a_rank_with_another_setting_ends_all_ranks_before_there_is_a_run(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_stopped_rank_ends_the_run_which_goes_on_later(small: SmallRuns) -> None:
     ended(small.launch(2, "train", small.config, *SLOWLY))
     words = (*SLOWLY, "--parallel.heartbeat_timeout_s", 6, "--name", "stopped")
     process = small.launch(2, "train", small.config, *words)

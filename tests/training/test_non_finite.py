@@ -14,7 +14,6 @@ from small_run import SmallRuns, mostly_slow
 from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
-from assay.training import non_finite
 from assay.training.learner.learner import Learner
 from assay.training.progress import RunState
 from assay.training.run import TrainingRun
@@ -84,16 +83,6 @@ def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
     assert state["skipped"] == 0
 
 
-def test_a_skipped_step_changes_neither_weights_nor_moments(small: SmallRuns) -> None:
-    from safetensors.torch import load_file
-
-    assert train(small, "nan 3", "--save.every", 1, "--save.keep", 9) == 0
-    for part in ("model/model.safetensors", "optimizer.safetensors"):
-        before, after, later = (load_file(small.checkpoint(step) / part) for step in (2, 3, 4))
-        assert all(torch.equal(before[key], after[key]) for key in before)
-        assert any(not torch.equal(after[key], later[key]) for key in after)
-
-
 @pytest.mark.slow
 def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
@@ -104,40 +93,6 @@ def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys
     assert small.resume("small") == 2  # from step 4, which was skipped: one more and it stops again
     assert small.resume("small", "--train.max_skipped", 0, "--optim.lr", 1e-4) == 0
     assert small.summary()["steps"] == 6
-
-
-@pytest.mark.slow
-def test_resuming_deletes_dumped_batches_of_later_steps(small: SmallRuns) -> None:
-    assert train(small, "nan 3 4 5", "--train.max_skipped", 3, "--save.every", 4) == 2
-    assert len(list((small.runs / "small" / "skipped").iterdir())) == 9
-    (small.folder / "poison").write_text("nan 0")
-    assert small.resume("small", "--train.steps", 6) == 0
-    left = {path.name for path in (small.runs / "small" / "skipped").iterdir()}
-    assert left == {f"step-00000{n}.{kind}" for n in (3, 4) for kind in ("json", "jsonl", "npz")}
-
-
-@pytest.mark.slow
-def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from assay.training.learner.update import Updater
-
-    step = Updater.step
-
-    def poisoned(self: Updater, *args: object) -> object:
-        if self.optimizer.state:  # from the second step on
-            with torch.no_grad():
-                self.policy.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = math.nan
-        return step(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Updater, "step", poisoned)
-    assert train(small, "nan 0", "--save.every", 1) == 2
-    said = capsys.readouterr().err.strip()
-    assert "the weight model.layers.1.mlp.down_proj.weight is not finite" in said and said.count("\n") == 0
-    assert sorted(p.name for p in (small.runs / "small" / "checkpoints").glob("step-*")) == [
-        "step-000000",
-        "step-000001",
-    ]
 
 
 @pytest.mark.slow
@@ -191,30 +146,6 @@ def test_weights_that_become_nan_between_saves_end_the_run_with_a_command_that_c
     assert main(command[1:]) == 0
     assert small.summary()["steps"] == 4
     assert [row["optim/lr"] for row in small.metrics() if "optim/lr" in row] == [0.02, 0.02, 0.002, 0.002]
-
-
-def test_resuming_from_nonfinite_weights_is_refused_and_a_finite_checkpoint_named(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs of earlier versions may hold them."""
-    monkeypatch.setattr(non_finite, "check_finite", lambda *args: None)
-    record = TrainingRun.record
-
-    def overflow(self: TrainingRun, *args: object) -> None:
-        if self.state.step == 2:
-            with torch.no_grad():
-                next(self.learner.policy.parameters()).view(-1)[0] = math.inf
-        record(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(TrainingRun, "record", overflow)
-    assert train(small, "nan 0", "--save.every", 1) == 2
-    run = small.runs / "small"
-    assert checkpoints.last(run) == 2
-    capsys.readouterr()
-    assert small.resume("small") == 2
-    said = capsys.readouterr().err
-    assert "in the checkpoint of step 2 is not finite" in said and said.count("\n") == 1
-    assert f"assay train {run}/config.toml --model run:{run}@1" in said
 
 
 def test_too_many_consecutive_skipped_steps_end_a_warm_start(

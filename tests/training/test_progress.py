@@ -23,7 +23,7 @@ from assay.config import LoopConfig
 from assay.rollout import Collector
 from assay.runs import checkpoints
 from assay.tasks.base import UNLIMITED
-from assay.training import checkpoint, evaluation
+from assay.training import checkpoint, recorder
 from assay.training.learner.update import Updater
 from assay.training.progress import RunState, Schedule, Stopped, Stopping
 from assay.training.sync import WeightSync
@@ -96,7 +96,7 @@ FINISHED: dict[str, Moment] = {
     "sampling": (COLLECT, 3, 2),
     "the update": (UPDATE, 2, 2),
     "the weight sync": ((WeightSync, "sync"), 3, 2),
-    "an evaluation": ((evaluation, "evaluate"), 2, 3),
+    "an evaluation": ((recorder, "evaluate"), 2, 3),
     "saving": (WRITE_FILES, 2, 3),
 }
 # The same where the work takes longer than the grace time and is interrupted.
@@ -329,12 +329,3 @@ def test_outside_the_main_thread_signals_are_not_watched() -> None:
     thread.start()
     thread.join()
     assert after == [before]
-
-
-@pytest.mark.slow
-def test_a_run_can_be_started_outside_the_main_thread(complete: SmallRuns) -> None:
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(complete.train("--name", "thread", "--train.steps", 1)))
-    thread.start()
-    thread.join()
-    assert codes == [0]

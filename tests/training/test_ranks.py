@@ -22,7 +22,7 @@ from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.training import checkpoint
 from assay.training.learner.update import Updater
-from assay.training.ranks import (
+from assay.training.parallel import (
     check_inputs,
     check_layout,
     check_weights,
@@ -52,6 +52,13 @@ def test_which_layouts_of_processes_can_train_asynchronously(changes: Any, tp: i
             check_layout(cfg, ranks, algo)
     else:
         check_layout(cfg, ranks, algo)
+
+
+def test_quantized_weights_are_not_sharded() -> None:
+    ranks: Any = SimpleNamespace(world=2, tp_size=1, dp_size=2)
+    cfg = TrainConfig(lora={"rank": 2, "quantize": "nf4"}, parallel={"mode": "fsdp"})
+    with pytest.raises(UserError, match="quantized weights cannot be sharded"):
+        check_layout(cfg, ranks, build_algorithm(cfg))
 
 
 def test_the_rank_that_differs_is_reported_with_both_values() -> None:

@@ -1,29 +1,77 @@
-"""Output of a step: rollout files with log-probabilities of trainer and reference, and metrics of sampling."""
+"""Evaluations of a run, rollout files with log-probabilities of trainer and reference, and metrics of sampling."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_run import SmallRuns
+from small_run import SmallRuns, gpt2_folder
 from train_parts import make_groups, tiny_decoder
 from transformers import AutoModelForCausalLM
 
 from assay.build.problems import build_algorithm
+from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.engine import SamplingParams, make_engine
 from assay.models import build_preset
 from assay.rewards import JudgePool
 from assay.rollout import Collector
-from assay.runs.rollouts import read_arrays, read_rollouts
+from assay.runs.rollouts import read_arrays, read_lines, read_rollouts
 from assay.tasks import make_task
 from assay.text import Renderer, word_tokenizer
 from assay.training.recorder import rollout_metrics, task_metrics
 from assay.training.sources import SampledGroups
 from assay.types import TASK_LABEL, Prompt, Status, Verdict
+
+
+def test_every_evaluation_writes_its_answers_and_several_samples_give_pass_at_k(small: SmallRuns) -> None:
+    assert small.train("--eval.every", 1, "--eval.samples", 3, "--eval.temperature", 1) == 0
+    path = small.runs / "small"
+    assert len(read_lines(path, 0, "eval", "before-test")) == 15
+    assert len(read_lines(path, 1, "eval", "eval-validation")) == 12
+    right = sum(line["verdict"]["status"] == "ok" for line in read_lines(path, 2, "eval", "after-test"))
+    after = small.summary()["after"]
+    assert after["accuracy"] == pytest.approx(right / 15) == pytest.approx(after["pass_at_k"]["1"])
+    assert after["samples"] == 3 and set(after["pass_at_k"]) == {"1", "2", "3"} == set(after["majority_at_k"])
+    assert after["pass_at_k"]["1"] <= after["pass_at_k"]["2"] <= after["pass_at_k"]["3"]
+    assert any("eval/pass@3" in row for row in small.metrics())
+    assert json.loads((path / "environment.json").read_text())["versions"]["torch"]
+
+
+@pytest.mark.slow
+def test_only_periodic_evaluations_need_validation_problems(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = small.folder / "data"
+    assert main(["data", "prepare", "abacus", "--out", str(data), "--train-size", "6", "--val-size", "0"]) == 0
+    words = ("--task", "jsonl", "--task.path", data, "--model.tokenizer", "characters", "--train.steps", 1)
+    assert small.train(*words, "--eval.every", 0) == 0
+    capsys.readouterr()
+    assert small.train(*words, "--eval.every", 1, "--name", "periodic") == 2
+    assert "no validation problems" in (error := capsys.readouterr().err) and "eval.every = 0" in error
+    assert error.count("\n") == 1
+
+
+def test_a_pretrained_model_is_also_evaluated_before_its_warm_start(small: SmallRuns) -> None:
+    warm = ("--sft.steps", 60, "--sft.batch", 8, "--sft.lr", 1e-2)
+    warm = (*warm, "--reward.function", "", "--sampling.max_new_tokens", 30)
+    assert small.train(*warm, "--sft.steps", 1, "--train.steps", 0, "--name", "fresh") == 0
+    assert "before" not in small.summary("fresh")["sft"]  # of a fresh model there is nothing to know
+    folder = gpt2_folder(small.folder / "gpt2")
+    assert small.train(*warm, "--model", folder) == 0
+    summary, rows = small.summary(), small.metrics()
+    start, before = (next(row for row in rows if f"{label}/accuracy" in row) for label in ("start", "before"))
+    assert rows.index(start) < next(i for i, row in enumerate(rows) if "sft/loss" in row) < rows.index(before)
+    assert summary["sft"]["before"]["n"] == summary["before"]["n"] == 5
+    assert summary["sft"]["before"]["accuracy"] == start["start/accuracy"] and start["start/format"] == 0
+    assert before["before/format"] > 0  # the warm start taught the form
+    assert summary["sft"]["paired"]["gained"] - summary["sft"]["paired"]["lost"] == round(5 * before["before/accuracy"])
+    assert len(read_lines(small.runs / "small", 0, "eval", "start-test")) == 5
+
 
 TEMPERATURE = 0.7
 TASK = make_task("abacus", eval_size=8)
@@ -58,9 +106,8 @@ def expected_scores(model_folder: Path, arrays: dict[str, np.ndarray]) -> tuple[
 )
 @pytest.mark.usefixtures("no_curves")
 def test_rollout_files_hold_logprobs_and_entropies_of_the_weights_before_the_step(
-    tmp_path: Path, changes: list[object], reference: bool
+    small: SmallRuns, changes: list[object], reference: bool
 ) -> None:
-    small = SmallRuns(tmp_path)
     every_step = ("--save.every", 1, "--save.keep", 9, "--sampling.temperature", TEMPERATURE)
     assert small.train(*every_step, *changes) == 0
     for step in (1, 2):
@@ -109,9 +156,8 @@ def test_truncation_kl_is_the_mean_log_of_the_kept_mass_and_absent_without_trunc
     assert metrics["sampling/truncation_kl"] == pytest.approx(sum(logs) / len(logs), abs=1e-4)
 
 
-def test_each_part_of_the_reward_is_a_metric_and_in_the_rollout_files(tmp_path: Path) -> None:
+def test_each_part_of_the_reward_is_a_metric_and_in_the_rollout_files(small: SmallRuns) -> None:
     """One function sees all answers to a prompt: it counts how many are shorter than each."""
-    small = SmallRuns(tmp_path)
     (small.folder / "rank.py").write_text(RANK)
     functions = f'["{small.folder}/reward.py:reward", "{small.folder}/rank.py:rank"]'
     words = ("--reward.function", "", "--reward.functions", functions, "--reward.weights", "[1.0, 0.5]")
@@ -143,9 +189,8 @@ args = {min_steps = 3, train_size = 24, eval_size = 10}
 
 
 def test_mixed_tasks_have_metrics_of_their_own_and_evaluations_by_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = SmallRuns(tmp_path)
     before, after = small.config.read_text().split("[task]")
     small.config.write_text(before + MIX + after.partition("\n[sampling]")[1] + after.partition("\n[sampling]")[2])
     assert small.train("--eval.every", 1, "--eval.final_examples", 6) == 0
@@ -175,8 +220,7 @@ def test_rewards_of_a_task_are_those_of_judged_answers() -> None:
     assert task_metrics(group.rollouts) == {"task/a/reward": 0.75, "task/a/correct": pytest.approx(1 / 3)}
 
 
-def test_long_prompts_are_dropped_with_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = SmallRuns(tmp_path)
+def test_long_prompts_are_dropped_with_their_number(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
     prompts = make_task("abacus", train_size=24, eval_size=10).prompts("train")
     lengths = sorted(map(len, Renderer(tokenizer).all_prompt_ids(prompts)))
@@ -190,21 +234,14 @@ def test_long_prompts_are_dropped_with_their_number(tmp_path: Path, capsys: pyte
     assert "all 24 train prompts" in capsys.readouterr().err
 
 
-def test_long_prompts_of_an_endless_split_are_replaced_and_counted(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_long_prompts_of_an_endless_split_are_replaced_and_counted(small: SmallRuns) -> None:
     tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
     lengths = sorted(map(len, Renderer(tokenizer).all_prompt_ids(make_task("abacus").prompts("train")[:200])))
     limit = lengths[100]
     words = ("--task.args", "{eval_size = 10}", "--train.max_prompt_tokens", limit, "--sft.steps", 2, "--sft.batch", 4)
-    assert small.train(*words, "--train.steps", 4, "--save.every", 2, "--save.keep", 9) == 0
+    assert small.train(*words, "--train.steps", 4) == 0
     used = [group.prompt for step in range(1, 5) for group in read_rollouts(small.runs / "small", step)]
     assert max(map(len, Renderer(tokenizer).all_prompt_ids(used))) <= limit and len({p.id for p in used}) == 12
     counts = [row.get("prompts/too_long", 0) for row in small.metrics() if "reward/mean" in row]
     replaced = sum(int(prompt.id.rpartition("/")[2]) > 10**6 for prompt in used)
     assert 0 < replaced <= sum(counts)
-    assert small.train(*words, "--train.steps", 2, "--name", "again") == 0
-    small.lose_summary("again")
-    assert small.resume("again", "--train.steps", 4) == 0
-    for step in range(1, 5):
-        ids = [[g.prompt.id for g in read_rollouts(small.runs / name, step)] for name in ("small", "again")]
-        assert ids[0] == ids[1]

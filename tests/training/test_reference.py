@@ -1,4 +1,4 @@
-"""The reference model: fixed or dynamic, loaded or frozen, in the loss and in the reward."""
+"""The reference model: fixed or dynamic, loaded, frozen or served, in the loss and in the reward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import SmallRuns, abacus_words, llama_folder
+from serve_parts import serving
+from small_run import SmallRuns, abacus_words, llama_folder, mostly_slow
 from torch import Tensor
 from train_parts import full_logprobs, make_groups, tiny_decoder
 
 from assay.algos import Scorers, make_algorithm
 from assay.config import TrainConfig
-from assay.models import Lora, save_model
+from assay.models import Lora, load_model, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
 from assay.training.learner.optim import make_adamw
@@ -29,11 +30,6 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
-
-
-@pytest.fixture
-def small(tmp_path: Path, no_curves: None) -> SmallRuns:
-    return SmallRuns(tmp_path)
 
 
 def test_refresh_reference_copies_the_policy_every_n_steps(small: SmallRuns) -> None:
@@ -156,3 +152,23 @@ def test_an_offloaded_reference_is_on_the_device_only_while_it_is_used(
     moved.clear()
     updater.update(groups, algo, 1e-3)
     assert moved == [policy.device, "cpu"][:updating]
+
+
+WORDS = ("--dtype", "float64", "--engine.dtype", "float64", "--train.steps", 2, "--save.every", 1, "--save.keep", 0)
+WORDS = (*WORDS, "--algo.kl_coef", 0.1, "--algo.reward_kl_coef", 0.05, "--sampling.temperature", 0.8)
+
+
+@pytest.mark.parametrize("process", mostly_slow(["same", "separate"], quick=["same"]))
+def test_a_served_reference_gives_the_run_of_a_local_one(small: SmallRuns, process: str) -> None:
+    assert small.train(*WORDS) == 0
+    start = load_model(str(small.checkpoint(0) / "model"), dtype=torch.float64)
+    with serving(start, dtype=torch.float64) as server:
+        words = ("--reference.url", server.url, "--train.process", process, "--name", "served")
+        assert small.train(*WORDS, *words) == 0
+    local, served = small.timeless(), small.timeless("served")
+    assert [row.keys() for row in local] == [row.keys() for row in served]
+    for row, own in zip(local, served, strict=True):
+        assert row == pytest.approx(own, rel=0, abs=1e-9)
+    assert max(row.get("policy/kl", 0.0) for row in local) > 0 and not (small.runs / "served" / "reference").exists()
+    weights = [load_file(small.checkpoint(2, name) / "model" / "model.safetensors") for name in ("small", "served")]
+    assert all((weights[0][key] - weights[1][key]).abs().max() < 1e-9 for key in weights[0])

@@ -11,6 +11,7 @@ KL = ("--algo.kl_coef", 0.1)
 POLICY = ("--model", "models/policy", *KL, "--algo.reference")
 SERVER = (*KL, "--reference.url", "http://127.0.0.1:9")
 NF4 = ("--lora.quantize", "nf4", "--lora.rank", 2)
+SEPARATE, CRITIC = ("--train.process", "separate"), ("--algo.critic", "true")
 REFUSED: list[tuple[tuple[object, ...], str]] = [  # options, and what the error names
     (("--algo.recipe", "reinforce", "--replay.groups", 2), "importance ratio"),
     (("--algo.recipe", "gspo", "--replay.groups", 2), "recompute_logprobs"),
@@ -32,6 +33,12 @@ REFUSED: list[tuple[tuple[object, ...], str]] = [  # options, and what the error
     (("--source", "async", "--algo", "reinforce"), "source.max_staleness"),
     (("--source", "async", "--engine", "hf", "--model", "models/gpt2"), "cannot update weights while it generates"),
     (("--env.name", "gess", "--task", ""), "guess"),
+    ((*SEPARATE, "--train.compile", "on"), "would compile again in every step"),
+    (("--train.process", "apart"), "train.process"),
+    ((*CRITIC, "--lora.rank", 2), "critic cannot be combined with adapters: set lora.rank = 0"),
+    ((*CRITIC, "--replay.groups", 2), "replay.groups = 0"),
+    ((*CRITIC, *SEPARATE), "critic cannot be combined with train.process = 'separate'"),
+    ((*CRITIC, "--algo.step_credit", "true"), "step_credit"),
 ]
 
 

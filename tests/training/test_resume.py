@@ -78,9 +78,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 @pytest.mark.parametrize("variant", mostly_slow(VARIANTS, quick=["lora, muon, kl, warm start"]))
 def test_a_resumed_run_equals_one_that_was_never_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    small = SmallRuns(tmp_path)
     words = (*SETTINGS, *VARIANTS[variant])
     assert small.train(*words) == 0
     with monkeypatch.context() as patch:
@@ -116,9 +115,8 @@ def interrupt_warm_start(monkeypatch: pytest.MonkeyPatch, step: int, signum: sig
 
 @pytest.mark.parametrize("variant", mostly_slow(WARM_STARTS, quick=["sft only"]))
 def test_a_warm_start_that_was_stopped_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variant: str
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variant: str
 ) -> None:
-    small = SmallRuns(tmp_path)
     words = ("--train.steps", 2, "--sft.steps", 6, "--sft.batch", 4, *WARM_STARTS[variant])
     assert small.train(*words) == 0
     with monkeypatch.context() as patch:
@@ -139,8 +137,7 @@ def test_a_warm_start_that_was_stopped_is_resumed(
     assert small.summary("stopped")["sft"]["loss"] == small.summary()["sft"]["loss"]
 
 
-def test_a_long_warm_start_is_saved_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_long_warm_start_is_saved_now_and_then(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--train.steps", 2, "--sft.steps", 3, "--sft.batch", 4)
     assert small.train(*words) == 0
     monkeypatch.setattr(run, "WARM_START_SAVE_S", 0.0)
@@ -161,8 +158,7 @@ def test_a_long_warm_start_is_saved_now_and_then(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_extended_by_more_steps(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_finished_run_is_extended_by_more_steps(small: SmallRuns) -> None:
     assert small.train(*SETTINGS) == 0
     assert small.train("--train.steps", 3, "--save.every", 2, "--eval.every", 2, "--name", "longer") == 0
     assert small.resume("longer", "--train.steps", STEPS) == 0
@@ -218,15 +214,6 @@ def test_resuming_with_a_config_of_another_model_or_other_settings_is_refused(
         assert named in capsys.readouterr().err
 
 
-def test_an_unknown_run_name_is_refused_with_suggestions(
-    finished: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert SmallRuns(tmp_path).resume("nothing") == 2
-    assert "has no runs yet" in capsys.readouterr().err
-    assert finished.resume("smal") == 2
-    assert "did you mean 'small'?" in capsys.readouterr().err
-
-
 def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert text.count(old) == 1
@@ -235,10 +222,9 @@ def edit(file: Path, old: str, new: str) -> None:
 
 @pytest.mark.slow
 def test_changed_settings_are_reported_with_old_and_new_value(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether they were given as options or edited in config.toml, which may also be damage."""
-    small = SmallRuns(tmp_path)
     assert small.train() == 0
     edit(small.runs / "small" / "config.toml", "lr = 0.001", "lr = 0.003")
     capsys.readouterr()
@@ -255,9 +241,8 @@ def test_changed_settings_are_reported_with_old_and_new_value(
 
 @pytest.mark.slow
 def test_an_edited_fixed_setting_is_refused_and_the_error_names_the_intact_copy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = SmallRuns(tmp_path)
     assert small.train() == 0
     config = small.runs / "small" / "config.toml"
     small.lose_summary()
@@ -276,9 +261,8 @@ def test_an_edited_fixed_setting_is_refused_and_the_error_names_the_intact_copy(
 
 @pytest.mark.parametrize("damage", mostly_slow(["lost", "line deleted"], quick=["line deleted"]))
 def test_resume_warns_of_truncated_or_changed_metrics(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    small = SmallRuns(tmp_path)
     assert small.train("--eval.every", 1) == 0
     metrics, model = small.runs / "small" / "metrics.jsonl", small.checkpoint(2) / "model/model.safetensors"
     weights = model.read_bytes()
@@ -298,9 +282,8 @@ def test_resume_warns_of_truncated_or_changed_metrics(
 
 @pytest.mark.parametrize("damage", mostly_slow(["lost", "flipped"], quick=[]))
 def test_a_lost_or_damaged_first_evaluation_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    small = SmallRuns(tmp_path)
     words = (*SETTINGS, "--sft.steps", 2, "--sft.batch", 4, "--lora.rank", 2)
     assert small.train(*words) == 0
     with monkeypatch.context() as patch:
@@ -336,9 +319,8 @@ def test_a_run_finishes_without_its_first_evaluation_and_checkpoint(
 
 @pytest.mark.slow
 def test_a_run_finishes_without_its_evaluation_before_the_warm_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = SmallRuns(tmp_path)
     assert small.train("--name", "source") == 0
     words = ("--model", "run:source@last", "--sft.steps", 1, "--sft.batch", 4)
     assert small.train(*words) == 0 and "paired" in small.summary()["sft"]

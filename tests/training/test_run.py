@@ -1,4 +1,4 @@
-"""The run object: what a checkpoint stores of its components, and garbage collection while it is active."""
+"""The run object: status, curves, garbage collection; and what a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -9,33 +9,25 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from small_run import SmallRuns
+from train_parts import make_groups, tiny_decoder, weights_of
 
+from assay.algos import make_algorithm
 from assay.build.run import new_run
-from assay.config import TrainConfig
+from assay.config import OptimConfig, TrainConfig
 from assay.config.settings import load_settings
+from assay.models import Decoder, PolicyModel, load_model
 from assay.runs import checkpoints
 from assay.runs.console import Console
+from assay.text import char_tokenizer, load_tokenizer
 from assay.training import run as train_run
-from assay.training.checkpoint import read_state
+from assay.training.checkpoint import load_optimizer, read_state, save
+from assay.training.learner.optim import make_adamw, make_optimizer
+from assay.training.learner.update import Updater
 from assay.training.progress import Stopped
 from assay.training.run import GC_THRESHOLD, TrainingRun, gc_threshold
 from assay.types import UserError
-
-# As written by the first edition, where one record held the state of all components.
-FIRST_EDITION = {
-    "step": 2,
-    "cursor": 6,
-    "tokens": 144,
-    "answers": 18,
-    "wall_s": 1.5,
-    "skipped": 1,
-    "best": {"step": 2, "value": 0.5},
-    "unmeasured": None,
-    "entropy_control": {"coef": 0.01, "entropy": 2.5},
-    "pass_rates": {"abacus/train/3": [0.5, 1.0]},
-    "facts": {"sft": {"steps": 2, "loss": 0.25, "wall_s": 0.5}},
-}
 
 
 @pytest.mark.parametrize("own, meanwhile", [(700, GC_THRESHOLD), (2 * GC_THRESHOLD, 2 * GC_THRESHOLD), (0, 0)])
@@ -93,19 +85,94 @@ def test_curves_are_drawn_at_evaluations_after_a_pause(tmp_path: Path, monkeypat
         assert len(drawn) == 1 and run.recorder.curves_due > time.perf_counter() + 1
 
 
-def test_state_json_of_the_first_edition_is_converted(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    folder = checkpoints.folder(tmp_path, 2)
+STATE = {"step": 3, "cursor": 17, "tokens": 123456789012, "wall_s": 1.5, "facts": {"sft": {"loss": 0.25, "steps": 2}}}
+
+
+ADAMW = OptimConfig(lr=1e-2, weight_decay=0.1)
+MUON = OptimConfig(name="muon", lr=1e-2, matrix_lr=3e-2, weight_decay=0.1)
+
+
+def trained(steps: int = 3, optim: OptimConfig = ADAMW) -> Updater:
+    policy = tiny_decoder(dtype=torch.float32)
+    updater = Updater(policy, make_optimizer(policy, optim))
+    more(updater, steps)
+    return updater
+
+
+def more(updater: Updater, steps: int) -> None:
+    algo = make_algorithm("grpo")
+    groups = make_groups(tiny_decoder(), seed=4)
+    algo.credit(groups)
+    for _ in range(steps):
+        updater.update(groups, algo, 1e-2)
+
+
+def reloaded(path: Path, optim: OptimConfig = ADAMW) -> Updater:
+    policy = load_model(str(checkpoints.folder(path, 3) / "model"))
+    updater = Updater(policy, make_optimizer(policy, optim))
+    load_optimizer(path, 3, policy, updater.optimizer)
+    return updater
+
+
+@pytest.mark.parametrize(("optim", "file_bytes"), [(ADAMW, 10**9), (MUON, 2_000)], ids=["one file", "many files"])
+def test_a_checkpoint_restores_weights_and_optimizer_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: OptimConfig, file_bytes: int
+) -> None:
+    monkeypatch.setattr("assay.training.checkpoint.FILE_BYTES", file_bytes)
+    original = trained(optim=optim)
+    save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
+    files = list(checkpoints.folder(tmp_path, 3).rglob("*.safetensors"))
+    assert len(files) == 2 if file_bytes > 10**6 else len(files) > 10
+    assert len({file.stat().st_mode for file in files}) == 1
+    restored = reloaded(tmp_path, optim)
+    assert isinstance(restored.policy, Decoder)
+    assert read_state(tmp_path, 3, STATE) == STATE
+    assert torch.equal(weights_of(original.policy), weights_of(restored.policy))
+    assert len(moments(original)) > 20 and moments(original).keys() == moments(restored).keys()
+    assert all(torch.equal(value, moments(restored)[key]) for key, value in moments(original).items())
+    more(original, 2)
+    more(restored, 2)
+    assert torch.equal(weights_of(original.policy), weights_of(restored.policy))
+
+
+def moments(updater: Updater) -> dict[str, torch.Tensor]:
+    state = updater.optimizer.state
+    return {f"{n}|{kind}": v for n, p in updater.policy.named_parameters() for kind, v in state[p].items()}
+
+
+def test_the_first_checkpoint_has_no_optimizer_state(tmp_path: Path) -> None:
+    policy = tiny_decoder(dtype=torch.float32)
+    save(tmp_path, {"step": 3}, policy, make_adamw(policy, 1e-2), char_tokenizer())
+    assert not reloaded(tmp_path).optimizer.state
+    assert read_state(tmp_path, 3, {"step"}) == {"step": 3}
+
+
+def test_the_model_folder_contains_its_tokenizer(tmp_path: Path) -> None:
+    original = trained(1)
+    tokenizer = char_tokenizer()
+    save(tmp_path, STATE, original.policy, original.optimizer, tokenizer)
+    loaded = load_tokenizer(str(checkpoints.folder(tmp_path, 3) / "model"))
+    text = "12 + 3 = 15\n"
+    assert loaded.encode(text) == tokenizer.encode(text) and loaded.eos_ids == tokenizer.eos_ids
+    assert loaded.has_chat_template
+
+
+def test_moments_of_another_shape_are_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from train_parts import SPEC
+
+    original = trained(1)
+    save(tmp_path, STATE, original.policy, original.optimizer, char_tokenizer())
+    other: PolicyModel = tiny_decoder(dtype=torch.float32, spec=replace(SPEC, hidden=32))
+    with pytest.raises(UserError, match="does not fit"):
+        load_optimizer(tmp_path, 3, other, make_adamw(other, 1e-2))
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '{"step": 3}', json.dumps(STATE | {"colour": 3}), "{"])
+def test_an_invalid_state_json_is_refused(tmp_path: Path, content: str) -> None:
+    folder = checkpoints.folder(tmp_path, 3)
     folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps(FIRST_EDITION))
-    run.load_state_dict(read_state(tmp_path, 2, run.state_dict().keys()))
-    assert (run.state.step, run.state.tokens, run.state.answers, run.state.skipped) == (2, 144, 18, 1)
-    assert run.source.prompts.cursor == 6 and run.learner.algo.pass_rates.rates == {"abacus/train/3": [0.5, 1.0]}
-    rest = {name: value for name, value in FIRST_EDITION.items() if name not in ("entropy_control", "pass_rates")}
-    algorithm = {
-        "entropy": FIRST_EDITION["entropy_control"],
-        "pass_rate": {"rates": FIRST_EDITION["pass_rates"]},
-    }
-    assert run.state_dict() == rest | {"algorithm": algorithm, "sft_step": 0, "sft_s": 0.0, "weight_sync": {}}
-    run.load_state_dict({"step": 3})  # entries that an earlier version did not have yet
-    assert run.state.step == 3 and run.source.cursor == 0
+    (folder / "state.json").write_text(content)
+    with pytest.raises(UserError, match=r"state\.json is not the state of a run"):
+        read_state(tmp_path, 3, STATE)

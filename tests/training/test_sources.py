@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_run import SmallRuns
-from train_parts import full_logprobs, make_groups, tiny_decoder
+from train_parts import make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.build.engines import build_engine
+from assay.build.models import build_engine
 from assay.config import TrainConfig
 from assay.models import build_preset
 from assay.rewards import FunctionJudge, JudgePool
@@ -22,9 +21,6 @@ from assay.runs.rollouts import read_rollouts
 from assay.tasks import make_task
 from assay.tasks.base import UNLIMITED, LazyPrompts
 from assay.text import Renderer, word_tokenizer
-from assay.training.learner.optim import make_adamw
-from assay.training.learner.pack import rows_of
-from assay.training.learner.update import Updater
 from assay.training.progress import RunState, Schedule, Stopped
 from assay.training.sources import OnPolicySource, PromptStream, ReplayBuffer, mixed, version_of
 from assay.types import Group, Prompt, UserError
@@ -43,9 +39,6 @@ def test_every_epoch_has_its_own_order_of_all_prompts() -> None:
     passes = [ids(stream.next(30)) for _ in range(4)]
     assert all(sorted(order) == list(range(30)) for order in passes)
     assert len({tuple(order) for order in passes}) == 4
-
-
-def test_the_order_of_prompts_depends_on_the_seed_only() -> None:
     first, second, other = (ids(PromptStream(numbered(50), seed).next(120)) for seed in (7, 7, 8))
     assert first == second != other
 
@@ -150,14 +143,6 @@ def test_an_interrupted_step_leaves_state_and_cursor_as_they_were(
     assert source.state_dict() == saved and (state.answers, state.tokens) == counts
 
 
-def test_pass_rates_determine_which_prompts_are_sampled(letters: JudgePool) -> None:
-    source = make_source(letters, pass_rate_low=0.2, pass_rate_high=0.8)
-    order = PromptStream(source.prompts.prompts, 3).next(24)
-    source.algo.load_state_dict({"pass_rate": {"rates": {prompt.id: [0.0, 1.0] for prompt in order[:10]}}})
-    assert [group.prompt.id for group in source.next(RunState(step=1)).groups] == [p.id for p in order[10:13]]
-    assert source.algo.end_step(2, [], {}) == {"prompts/known": 10.0, "prompts/within_reach": 0.0}
-
-
 def group_of(version: int, number: int = 0, reward: float = 0.0) -> Group:
     (group,) = make_groups(tiny_decoder(), groups=1, samples=2, seed=1000 * version + number)
     for rollout in group.rollouts:
@@ -256,39 +241,7 @@ def test_fresh_and_replayed_groups_are_interleaved_evenly(groups: list[Group]) -
     assert mixed(fresh, []) == fresh
 
 
-def test_importance_ratios_use_the_logprobs_of_the_older_policy() -> None:
-    """The gradient of a mixed batch is that of ratio * advantage, written out; behaviour is what is stored."""
-    old, policy = tiny_decoder(seed=1), tiny_decoder(seed=1)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
-    algo = make_algorithm("dr_grpo", max_new_tokens=16, clip_low=float("inf"), clip_high=float("inf"))
-    fresh, stale = (make_groups(m, groups=2, seed=s, off_policy=0.0) for m, s in ((policy, 0), (old, 1)))
-    for groups in (fresh, stale):
-        algo.credit(groups)
-    updater = Updater(policy, make_adamw(policy, 1e-2))
-    updater._accumulate(rows_of(mixed(fresh, stale), algo), algo)
-    found = [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
-    updater.optimizer.zero_grad()
-    ratios, total = [], torch.zeros((), dtype=torch.float64)
-    every = [rollout for group in (*fresh, *stale) for rollout in group.rollouts]
-    for rollout in every:
-        ids, mask = rollout.token_ids, rollout.loss_mask
-        behaviour = full_logprobs(policy if rollout in [r for g in fresh for r in g.rollouts] else old, ids)
-        hidden = policy.hidden(torch.tensor(ids), [len(ids)])
-        current = torch.log_softmax(policy.unembed(hidden), -1)
-        for position in (index for index in range(len(ids)) if mask[index]):
-            ratio = (current[position - 1, ids[position]] - behaviour[position - 1, ids[position]]).exp()
-            total = total - ratio * rollout.advantage / (len(every) * 16)
-            ratios.append(float(ratio.detach()))
-    total.backward()
-    expected = [weight.grad for weight in policy.parameters() if weight.grad is not None]
-    assert max(ratios) > 1.05 and min(ratios) < 0.95  # the policy has moved on
-    assert all((one - other).abs().max() < 1e-10 for one, other in zip(found, expected, strict=True))
-
-
-def test_a_run_logs_its_replay(tmp_path: Path, no_curves: None) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_run_logs_its_replay(small: SmallRuns, no_curves: None) -> None:
     words = ("--train.steps", 5, "--save.every", 5, "--replay.groups", 2, "--replay.capacity", 7)
     assert small.train(*words, "--replay.max_staleness", 2, "--algo.updates", 2) == 0
     rows = [row for row in small.metrics() if "replay/size" in row]
@@ -322,9 +275,8 @@ def test_inherited_answers_have_the_same_age_whatever_versions_sampled_them(tmp_
 
 @pytest.mark.slow
 def test_a_run_starts_with_the_buffer_of_another_run(
-    tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = SmallRuns(tmp_path)
     words = ("--replay.groups", 2, "--replay.max_staleness", 2, "--save.every", 1)
     assert small.train(*words, "--name", "first") == 0
     saved = small.checkpoint(2, "first") / "replay"

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from assay.runs.facts import default_settings
+from assay.runs.reading import default_settings
 from assay.web.report_html import ReportContent, accuracy, accuracy_intervals, page, shown
 
 

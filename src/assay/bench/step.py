@@ -23,8 +23,7 @@ from assay.bench import RunProgress, judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
 from assay.bench.results import summarize
 from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings, updater_fields
-from assay.build.engines import build_engine
-from assay.build.policy import choose_token_budget, prepare_policy
+from assay.build.models import build_engine, choose_token_budget, prepare_policy
 from assay.build.problems import build_algorithm
 from assay.config import TrainConfig
 from assay.engine import BaseEngine

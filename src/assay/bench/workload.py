@@ -270,12 +270,7 @@ class Workload(ModelOptions):
         from assay.engine import SamplingParams
 
         return SamplingParams(
-            n=n,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_new_tokens=new,
+            n=n, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, max_new_tokens=new
         )
 
 

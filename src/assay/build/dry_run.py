@@ -1,46 +1,187 @@
-"""Build a run and try its parts without training: `assay train --dry-run`."""
+"""Check a run without training.
+
+`diagnose_config` (`assay doctor`) takes seconds and loads no weights: settings, splits, judge, and a rough estimate of
+memory. `dry_run` (`assay train --dry-run`) builds the run and tries its parts.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from assay.build import trials
-from assay.build.policy import (
-    activation_bytes,
-    model_source,
-)
-from assay.build.run import (
-    assemble,
-    has_rl_steps,
-)
-from assay.checks import run_rules
+from assay.algos import Algorithm
+from assay.build.models import PRESET_LENGTH, activation_bytes, model_source
+from assay.build.problems import READ, build_algorithm, build_problems, take
+from assay.build.run import assemble, evaluation_prompts, has_rl_steps
+from assay.checks import Diagnosis
+from assay.checks.causes import now, ranked
+from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
 from assay.config import TrainConfig
-from assay.engine.base import BaseEngine
+from assay.engine.base import BaseEngine, SamplingParams
+from assay.envs.base import Env, safe_step
 from assay.mesh import Mesh
 from assay.models import Decoder
-from assay.models.device import free_memory
+from assay.models.device import free_memory, pick_device, pick_dtype
+from assay.models.load import preset
+from assay.models.quantize import BLOCK
+from assay.models.spec import ModelSpec, spec_from_hf
+from assay.rollout import Collector
 from assay.runs.console import Console
+from assay.system.awaiting import resolve
+from assay.tasks import Task
+from assay.tasks.judging import build_judge_pool
 from assay.training.learner.learner import Learner, solution_rows
-from assay.training.ranks import start_mesh
+from assay.training.parallel import start_mesh
 from assay.training.reference import load_reference
-from assay.types import UserError, plural
+from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
 
+T = TypeVar("T")
 GIB = 2**30
+TYPICAL_VOCABULARY = 1_000  # of presets, whose vocabulary comes from the task
+TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized by `diagnose_config`
+PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
+MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
+
+
+def diagnose_config(cfg: TrainConfig) -> list[Diagnosis]:
+    """Causes that the settings, the task and the size of the model show, most important first."""
+    found: list[Diagnosis] = []
+    attempt(found, lambda: check_settings(cfg))
+    algo = attempt(found, lambda: build_algorithm(cfg), "zero_loss" if cfg.train.samples == 1 else "refused")
+    spec = attempt(found, lambda: model_spec(cfg))
+    task = attempt(found, lambda: build_problems(cfg.task, cfg.env))
+    found += settings_problems(cfg, algo, task, spec.parameters if spec else None)
+    if spec is not None and (cause := estimate_memory(cfg, spec, algo)):
+        found.append(cause)
+    if task is not None:
+        attempt(found, lambda: check_task(cfg, task, found))
+    return ranked(merged(found))
+
+
+def attempt(found: list[Diagnosis], make: Callable[[], T], name: str = "refused") -> T | None:
+    """The result of `make`. What a run would refuse becomes a cause, and the result is None."""
+    try:
+        return make()
+    except UserError as error:
+        found.append(Diagnosis(name, error.problem.what, error.problem.remedy))
+        return None
+
+
+def merged(causes: list[Diagnosis]) -> Iterator[Diagnosis]:
+    """Causes of the same name as one, since each name is reported once."""
+    by_name: dict[str, list[Diagnosis]] = {}
+    for cause in causes:
+        by_name.setdefault(cause.name, []).append(cause)
+    for first, *others in by_name.values():
+        if not others:
+            yield first
+            continue
+        more = "".join(f"; {other.evidence}" for other in others)
+        remedies = list(dict.fromkeys(filter(None, (cause.remedy for cause in (first, *others)))))
+        yield Diagnosis(first.name, first.evidence + more, "; ".join(remedies), first.severity)
+
+
+def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
+    """Check the judge on one problem, and the splits."""
+    train = take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
+    with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
+        attempt(found, lambda: check_judge(judge, train[0]), "judge_fails")
+    found += data_problems(cfg, train, evaluation_prompts(cfg, task), note=lambda text: None)
+
+
+def model_spec(cfg: TrainConfig) -> ModelSpec | None:
+    """The shape of the model, without its weights; None if it is not known here, as of a model on the hub."""
+    source = model_source(cfg.model, cfg.runs_dir)
+    if source.startswith(PRESET):
+        length = cfg.model.max_length or PRESET_LENGTH
+        return preset(source.removeprefix(PRESET), TYPICAL_VOCABULARY, length)
+    config = Path(source).expanduser() / "config.json"
+    try:
+        return spec_from_hf(json.loads(config.read_text())) if config.is_file() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -> Diagnosis | None:
+    """Compare what weights, optimizer, engine and references need with the free memory. Activations are not counted:
+    micro-batches adapt to the memory that is left.
+    """
+    device = pick_device(cfg.device)
+    free = free_memory(device)
+    if free is None:
+        return None
+    dtype, engine_dtype = pick_dtype(cfg.dtype, device), pick_dtype(cfg.engine.dtype, device)
+    count = spec.parameters
+    weight_bytes = quantized_bytes(spec, dtype) if cfg.lora.quantize else 4.0 * count
+    parts = model_memory(cfg, algo, dtype, engine_dtype, count, 0 if cfg.lora.rank else count, weight_bytes)
+    length = min(TYPICAL_PROMPT + cfg.sampling.max_new_tokens, spec.max_length)
+    parts["KV cache of one answer"] = kv_bytes(spec, engine_dtype) * length
+    total = sum(parts.values())
+    if total <= free:
+        return None
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size > 0.05 * total)
+    config = cfg.model_dump()
+    return Diagnosis(
+        "memory_full",
+        f"the run needs at least {total / GIB:.1f} GiB ({listed}), and {free / GIB:.1f} GiB are free on {device}",
+        f"use a smaller model, LoRA ({now(config, 'lora.rank')}), more devices (docs/scaling.md), or end other "
+        "processes that use the memory",
+    )
+
+
+def quantized_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Bytes of a model in NF4: 4 bits and a share of a scale per weight of a layer; embedding and head are not
+    quantized.
+    """
+    embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
+    return embeddings * dtype.itemsize + (spec.parameters - embeddings) * (0.5 + dtype.itemsize / BLOCK)
+
+
+def model_memory(
+    cfg: TrainConfig,
+    algo: Algorithm | None,
+    dtype: torch.dtype,
+    engine_dtype: torch.dtype,
+    count: int,
+    trained: int,
+    weight_bytes: float,
+    reference_count: int | None = None,
+) -> dict[str, float]:
+    """Bytes by purpose that do not depend on batches. `count`, `trained`: parameters. `dtype`: of the computation."""
+    lora_base = cfg.lora.rank and not (cfg.algo.reference or cfg.sft.steps or cfg.algo.dynamic_reference)
+    has_reference = algo is not None and algo.needs.reference and not cfg.reference.url and not lora_base
+    has_critic = algo is not None and algo.settings.critic and cfg.critic.trunk == "separate"
+    reference_bytes = 4 if cfg.algo.reference_ema else dtype.itemsize
+    sizes = {
+        "weights, gradients, AdamW": weight_bytes + 12.0 * trained,
+        "engine's copy of the weights": float(engine_dtype.itemsize * count),
+        "reference": float(reference_bytes * (reference_count or count) * has_reference),
+        "critic, gradients, AdamW": 16.0 * count * bool(has_critic),
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Bytes of the keys and values of a token."""
+    return 2.0 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize
 
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run and check its inputs without training. Yields the report line by line."""
     mesh = start_mesh(cfg)
     source = model_source(cfg.model, cfg.runs_dir)
-    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=trials.READ)
+    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=READ)
     collector, stream, learner = run.collector, run.source.prompts, run.learner
     with collector:
-        prompts = stream.next(min(max(cfg.train.prompts, trials.PROMPTS), 64))
+        prompts = stream.next(min(max(cfg.train.prompts, PROMPTS), 64))
         lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), collector.engine.info.max_length
         task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
@@ -49,7 +190,7 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
             yield f"warning: prompt and answer can exceed the context of {limit} tokens; longer answers are cut off"
-        verdict = run_rules.check_judge(collector.judge, prompts[0])
+        verdict = check_judge(collector.judge, prompts[0])
         if collector.env is None or collector.env.judged:
             yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
         if cfg.sft.steps:
@@ -62,9 +203,9 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         check_writable(Path(cfg.runs_dir))
         sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
         if collector.env is not None:
-            trials.try_env(collector.env, prompts[0])
+            try_env(collector.env, prompts[0])
         if has_rl_steps(cfg):
-            yield trials.try_update(cfg, collector, learner, prompts)
+            yield try_update(cfg, collector, learner, prompts)
     yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
 
 
@@ -85,37 +226,77 @@ def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> 
 
 def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, prompt_tokens: int) -> dict[str, float]:
     """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
-    policy, updater, critic = learner.policy, learner.updater, learner.critic
-    count = policy.parameter_count
+    policy, updater, reference = learner.policy, learner.updater, learner.updater.reference
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    base_is_reference = policy.lora is not None and not cfg.algo.reference and not cfg.sft.steps
-    base_is_reference = base_is_reference and not cfg.algo.dynamic_reference
-    compute_bytes = 2 if updater.dtype == torch.bfloat16 else 4
-    reference_bytes = 4 if cfg.algo.reference_ema else compute_bytes
-    reference = updater.reference  # loaded by now if the settings name one
-    reference_count = count if reference is None else sum(p.numel() for p in reference.parameters())
-    has_reference = learner.algo.needs.reference and not base_is_reference and updater.served is None
-    engine_bytes = torch.finfo(engine.info.dtype).bits // 8
-    sizes = {
-        "weights, gradients, AdamW": policy.weight_bytes + 12.0 * trained,
-        "engine's copy of the weights": float(engine_bytes * count),
-        "reference": float(reference_bytes * reference_count) if has_reference else 0.0,
-    }
-    if critic is not None and not critic.shared:
-        sizes["critic, gradients, AdamW"] = 16.0 * count
+    reference_count = None if reference is None else sum(p.numel() for p in reference.parameters())
+    parameters = policy.parameter_count, trained, policy.weight_bytes, reference_count
+    sizes = model_memory(cfg, learner.algo, updater.dtype, engine.info.dtype, *parameters)
     length = min(prompt_tokens + cfg.sampling.max_new_tokens, engine.info.max_length)
     sequences = cfg.train.prompts * cfg.train.samples
     tokens = min(updater.token_budget, sequences * length)
     if isinstance(policy, Decoder):
-        spec = policy.spec
-        sequences = min(engine.info.max_batch, sequences)
-        sizes["KV cache"] = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * engine_bytes * length * sequences
-        sizes["activations"] = float(tokens * activation_bytes(spec, updater.dtype, policy.recompute))
-    sizes["logits"] = 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)
-    return {name: size for name, size in sizes.items() if size}
+        sizes["KV cache"] = kv_bytes(policy.spec, engine.info.dtype) * length * min(engine.info.max_batch, sequences)
+        sizes["activations"] = float(tokens * activation_bytes(policy.spec, updater.dtype, policy.recompute))
+    return sizes | {"logits": 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)}
 
 
 def check_writable(runs_dir: Path) -> None:
     folder = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{folder} is not writable: choose another folder with --runs_dir")
+
+
+def try_env(env: Env, prompt: Prompt) -> None:
+    """Start an episode and make one step, with the action of a perfect policy if the environment knows it."""
+    episode = env.copy()
+    resolve(episode.start(prompt))
+    try:
+        action = episode.gold_action() or ""
+    except Exception as error:
+        raise UserError(f"{env.name}: gold_action failed: {describe_user_error(error)}") from error
+    verdict = resolve(safe_step(episode, action))[4].get("verdict")
+    if verdict is not None and verdict.status is Status.ERROR:
+        raise UserError(f"{env.name}: step({action!r:.60}) failed: {verdict.detail}; see assay env check")
+
+
+def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts: Sequence[Prompt]) -> str:
+    """Sample a few short answers, and compute advantages, loss and gradient of them. Returns a line for the report."""
+    trained = sum(parameter.numel() for parameter in learner.policy.parameters() if parameter.requires_grad)
+    free = free_memory(collector.mesh.device)
+    if free is not None and MOMENTS_BYTES * trained > free:
+        return "warning: advantage and loss were not tried, because memory is short"
+    params = SamplingParams(n=min(cfg.train.samples, SAMPLES), max_new_tokens=NEW_TOKENS)
+    params = replace(params, temperature=cfg.sampling.temperature)
+    groups = with_trial_rewards(collector.collect(prompts[:PROMPTS], params, (cfg.seed, 0)))
+    updater, critic = learner.updater, learner.critic
+    if learner.algo.needs.reference and updater.reference is None and updater.served is None:
+        updater.reference = updater.policy  # as at the start of a run
+    if critic is not None:
+        critic.start_from(learner.policy)
+    updater.expects_more = False
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.simplefilter("ignore")  # an update that is skipped is reported below
+        learner.credit(groups)
+        metrics = updater.update(groups, learner.algo, lr=0.0)
+    if updater.faults:
+        raise UserError(
+            f"{updater.faults[0].what} is not finite in a trial update (loss {updater.faults[0].loss:g}): check your "
+            "own advantages and losses (algo.advantage, algo.policy_loss), or set dtype = 'float32'"
+        )
+    answers = sum(len(group.rollouts) for group in groups)
+    if not metrics.get("optim/grad_norm"):
+        return (
+            f"warning: a trial update on {answers} answers with different rewards has no gradient: check "
+            "algo.advantage and algo.policy_loss"
+        )
+    return f"advantage and loss work: tried on {answers} short answers, gradient norm {metrics['optim/grad_norm']:.2g}"
+
+
+def with_trial_rewards(groups: list[Group]) -> list[Group]:
+    """Give answers rewards of 0 and 1 in turn, so that they have advantages."""
+    for number, group in enumerate(groups):
+        for rollout in group.rollouts:
+            reward = float((number + rollout.sample) % 2)
+            rollout.verdict = Verdict(reward, Status.OK if reward else Status.WRONG)
+            rollout.reward = reward
+    return groups

@@ -1,25 +1,24 @@
-"""Settings -> task or environment, prompts, demonstrations, and the algorithm."""
+"""Settings -> task or environment, prompts, demonstrations, and the algorithm; and checks of their texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from assay.algos import Algorithm, make_algorithm
-from assay.config import (
-    EnvConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from assay.config import EnvConfig, TaskConfig, TrainConfig
 from assay.envs import Env, TaskEnv, make_env
 from assay.rewards.importing import load_object, normalized
 from assay.runs.console import Console
 from assay.tasks import Task, make_task
-from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts
+from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts, take_in_time
 from assay.tasks.registry import MixedPrompts
-from assay.text import Renderer
+from assay.text import Renderer, Tokenizer
 from assay.types import Prompt, UserError, plural
+
+GENERATED, READ = 256, 20_000  # texts whose tokens are checked: generated ones, ones from a file
+TEMPLATE_TOKENS = 16  # bos, and tokens of an empty text
 
 
 def build_task(cfg: TaskConfig, **changes: object) -> Task:
@@ -147,3 +146,117 @@ def with_absolute_paths(value: Any) -> Any:
     if isinstance(value, list):
         return [with_absolute_paths(one) for one in value]
     return normalized(value) if isinstance(value, str) else value
+
+
+def check_texts(
+    console: Console,
+    splits: Mapping[str, Sequence[Prompt]],
+    demonstrations: Sequence[Prompt],
+    renderer: Renderer,
+    max_length: int,
+    limit: int,
+) -> None:
+    """Check the first `limit` prompts of each split and worked solutions; generated ones: the first few."""
+    for split, prompts in splits.items():
+        for warning in unknown_prompt_words(split, first_prompts(prompts, limit, GENERATED), renderer):
+            console.warn(warning)
+    for warning in check_demonstrations(demonstrations, renderer, max_length, limit):
+        console.warn(warning)
+
+
+def first_prompts(prompts: Sequence[Prompt], limit: int, generated: int) -> Sequence[Prompt]:
+    """The first `limit` prompts; of a generated split at most `generated`, and those that take little time."""
+    if not isinstance(prompts, LazyPrompts):
+        return prompts[:limit]
+    return take_in_time(prompts, range(min(limit, generated, len(prompts))))
+
+
+def check_demonstrations(
+    demonstrations: Sequence[Prompt], renderer: Renderer, max_length: int, limit: int = READ
+) -> Iterator[str]:
+    """Raise a UserError if a worked solution is missing or does not fit; yield warnings about the others.
+
+    The words of at most `limit` solutions are checked, and fewer of a task that generates them. Rows of files without
+    a solution, or without space for one, are all found.
+    """
+    first = min(limit, GENERATED) if isinstance(demonstrations, LazyPrompts) else limit
+    checked, rows = list(demonstrations[:first]), rows_of_files(demonstrations)
+    for prompts in (rows, checked):
+        if missing := [prompt.id for prompt in prompts if prompt.worked_text is None]:
+            raise UserError(
+                f"{len(missing):,} of {plural(len(prompts), 'problem')} have no worked solution to train on (e.g. "
+                f"{missing[0]}): set sft.steps = 0, or add solutions"
+            )
+    ids = [renderer.worked_example(prompt) for prompt in checked]
+    long = [prompt.id for prompt, (tokens, _) in zip(checked, ids, strict=True) if len(tokens) > max_length]
+    without = [prompt.id for prompt, (_, mask) in zip(checked, ids, strict=True) if not any(mask[:max_length])]
+    empty = [prompt.id for prompt in checked if not (prompt.worked_text or "").strip()]
+    for prompt in may_be_long(rows if isinstance(demonstrations, MixedPrompts) else rows[first:], renderer, max_length):
+        if not any(renderer.worked_example(prompt)[1][:max_length]):
+            without.append(prompt.id)
+    if without:
+        raise UserError(
+            f"{len(without):,} of {plural(len(rows or checked), 'prompt')} fill the context of {max_length} tokens, "
+            f"without a solution (e.g. {without[0]}): remove or shorten them, or raise model.max_length"
+        )
+    if long:
+        yield (
+            f"{len(long)} of {plural(len(checked), 'worked solution')} do not fit into the context of {max_length} "
+            f"tokens and are cut off (e.g. {long[0]}): remove or shorten them, or raise model.max_length"
+        )
+    if empty:
+        yield (
+            f"{len(empty)} of {plural(len(checked), 'worked solution')} are empty (e.g. {empty[0]}), which trains the "
+            "model to answer nothing: remove them"
+        )
+    trained = [[index for index, one in zip(tokens, mask, strict=True) if one] for tokens, mask in ids]
+    texts = [prompt.worked_text or "" for prompt in checked]
+    yield from unknown_words("worked solutions", checked, texts, trained, renderer.tokenizer)
+
+
+def rows_of_files(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """All problems that are not generated."""
+    if isinstance(prompts, MixedPrompts):
+        return [prompt for part in prompts.prompts for prompt in rows_of_files(part)]
+    return () if isinstance(prompts, LazyPrompts) else prompts
+
+
+def may_be_long(prompts: Sequence[Prompt], renderer: Renderer, max_length: int) -> list[Prompt]:
+    """The prompts that could fill the context, by their bytes: a token has at least one."""
+    if not prompts:
+        return []
+
+    def size(prompt: Prompt) -> int:
+        return sum(len(message["content"].encode("utf-8", "replace")) for message in prompt.messages)
+
+    template = len(renderer.prompt_text(prompts[0]).encode("utf-8", "replace")) - size(prompts[0]) + TEMPLATE_TOKENS
+    return [prompt for prompt in prompts if size(prompt) + template >= max_length]
+
+
+def unknown_words(
+    what: str, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Yield a warning if token ids contain the tokenizer's unknown token. `texts`: to find an example in."""
+    unknown = tokenizer.hf.unk_token_id
+    if unknown is None:
+        return
+    affected = [number for number, tokens in enumerate(ids) if unknown in tokens]
+    if not affected:
+        return
+    first = affected[0]
+    words = [word for word in texts[first].split() if unknown in tokenizer.encode(tokenizer.escape(word))]
+    example = f"{words[0]!r:.60} in {prompts[first].id}" if words else prompts[first].id
+    yield (
+        f"{len(affected)} of {len(ids):,} {what} contain words that the tokenizer does not know (e.g. {example}), and "
+        f"that the model can neither read nor write ({tokenizer.hf.unk_token}): set model.tokenizer (for a preset, "
+        "'characters' or a tokenizer's folder), or change the data"
+    )
+
+
+def unknown_prompt_words(split: str, prompts: Sequence[Prompt], renderer: Renderer) -> Iterator[str]:
+    """Yield a warning if prompts contain words that are unknown to the tokenizer."""
+    if renderer.unknown_id is None:
+        return
+    texts = ["\n".join(message["content"] for message in prompt.messages) for prompt in prompts]
+    ids = renderer.all_prompt_ids(prompts)
+    yield from unknown_words(f"{split} prompts", prompts, texts, ids, renderer.tokenizer)

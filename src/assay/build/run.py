@@ -14,20 +14,30 @@ import torch
 from safetensors import SafetensorError
 
 from assay.algos import LengthLimits
-from assay.build import trials
-from assay.build.engines import build_collector, build_engine, is_custom_backend
-from assay.build.policy import (
+from assay.build.models import (
+    build_collector,
+    build_engine,
     build_policy,
     build_renderer,
     build_tokenizer,
+    check_capabilities,
+    check_collector,
     choose_token_budget,
+    is_custom_backend,
     model_source,
     prepare_policy,
     set_up_threads,
 )
-from assay.build.problems import build_algorithm, build_demonstrations, build_problems, select_prompts, take
+from assay.build.problems import (
+    build_algorithm,
+    build_demonstrations,
+    build_problems,
+    check_texts,
+    select_prompts,
+    take,
+)
 from assay.build.trust import remember_trust
-from assay.checks import run_rules
+from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
@@ -43,17 +53,14 @@ from assay.tasks.judging import build_judge_pool
 from assay.text import Renderer, Tokenizer
 from assay.training import checkpoint
 from assay.training.async_source import AsyncSource
-from assay.training.evaluation import RunEvaluator
 from assay.training.learner.critic import make_critic
 from assay.training.learner.learner import Learner
 from assay.training.learner.optim import make_optimizer
-from assay.training.learner.parallel import parallelise
 from assay.training.learner.subprocess_updater import SubprocessUpdater, policy_device
 from assay.training.learner.update import Updater
-from assay.training.non_finite import check_loaded
+from assay.training.parallel import check_inputs, check_layout, parallelise, start_mesh
 from assay.training.progress import Schedule, Stopping
-from assay.training.ranks import check_inputs, check_layout, start_mesh
-from assay.training.recorder import Recorder
+from assay.training.recorder import Recorder, RunEvaluator
 from assay.training.reference import load_reference
 from assay.training.run import TrainingRun
 from assay.training.sources import OnPolicySource, PromptStream, Replay
@@ -92,8 +99,8 @@ def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRu
     if base_damaged:  # replaced by the model of the settings; `load_adapter` has compared fingerprints
         checkpoint.save_base(path, run.learner.policy, run.tokenizer, mesh.is_main)
     if step is not None:
-        run.load_state_dict(checkpoint.read_state(path, step, run.state_dict().keys()))
-        check_loaded(run.learner.policy, step, path)
+        state = checkpoint.read_state(path, step, run.state_dict().keys())
+        run.load_state_dict(state, checkpoint.load_queue(path, step))
         # Else it was stopped in its warm start or its first evaluation.
         run.resumed = step > 0 or (run.state.unmeasured is None and not run.state.sft_step)
         run.recorder.started -= run.state.wall_s
@@ -122,7 +129,7 @@ def last_checkpoint(cfg: TrainConfig, path: Path, mesh: Mesh, console: Console) 
     warnings = [f"{problem}: resuming from an earlier checkpoint" for problem in problems]
     if step is not None:
         warnings += changes_since_checkpoint(cfg, path, step)
-        if not checkpoints.metrics_intact(path, step):
+        if checkpoints.saved_metrics(path, step) is None:
             warnings.append(
                 f"{path / 'metrics.jsonl'} was truncated or changed since step {step} was saved: weights are not "
                 "affected, but curves and training time will be incomplete"
@@ -159,7 +166,6 @@ def load_tensors(run: TrainingRun, step: int) -> None:
         ) from error
     if run.replay.buffer is not None:
         checkpoint.load_replay(path, step, run.replay.buffer)
-    run.source.load_groups(checkpoint.load_queue(path, step))
     run.sync()
 
 
@@ -191,7 +197,7 @@ def assemble(
     `source`: the model. `directory`: of a resumed run; without it, the path of the run directory is set later.
     `adapters`: LoRA adapters of a resumed run. `checked_texts`: prompts and solutions checked for unknown words.
     """
-    run_rules.check_settings(cfg)
+    check_settings(cfg)
     device = policy_device(cfg, mesh)
     algo = build_algorithm(cfg)
     check_layout(cfg, mesh, algo)
@@ -199,31 +205,31 @@ def assemble(
     task, train, evaluations = load_problems(cfg, console)
     # Before the model, which may take minutes to load.
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
-        run_rules.check_judge(judge, train[0])
+        check_judge(judge, train[0])
     tokenizer = build_tokenizer(cfg.model, source, task)
     renderer = build_renderer(cfg.prompt, tokenizer, task)
     train = select_prompts(train, cfg, renderer, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
     set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
-    for cause in run_rules.settings_problems(cfg, algo, task, policy.parameter_count):
+    for cause in settings_problems(cfg, algo, task, policy.parameter_count):
         console.warn(str(cause))
     if not cfg.train.token_budget:  # a resumed run has the one that it was started with
         tokens = choose_token_budget(policy, dtype, mesh, cfg.train.activation_checkpointing)
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"token_budget": tokens})})
     demonstrations = build_demonstrations(cfg, renderer, console)
     splits = {"train": train} | {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
-    trials.check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
+    check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
-    trials.check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
+    check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
-    trials.check_collector(cfg, collector, train, evaluations, policy, console)
+    check_collector(cfg, collector, train, evaluations, policy, console)
     algo.limits = LengthLimits(cfg.sampling.max_new_tokens, engine.info.max_length)
     schedule = Schedule.of(cfg.train, len(train))
     directory = directory or Run(Path())
@@ -255,7 +261,7 @@ def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Pr
     task = build_problems(cfg.task, cfg.env)
     train = take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)
-    for cause in run_rules.data_problems(cfg, train, evaluations, console.note):
+    for cause in data_problems(cfg, train, evaluations, console.note):
         if cause.severity == "error":  # no problem of an evaluation is new to the model
             raise UserError(str(cause))
         console.warn(str(cause))
@@ -350,7 +356,7 @@ def evaluation_prompts(cfg: TrainConfig, task: Task) -> dict[str, Sequence[Promp
     """Problems of the evaluations start, before and after, and of the periodic one, by label."""
     final = take(prompts_of(task, cfg.eval.final_split), cfg.eval.final_examples, cfg.eval.final_split)
     # A randomly initialized model is not evaluated before its warm start.
-    warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(run_rules.PRESET)
+    warm_started = has_rl_steps(cfg) and cfg.sft.steps and not cfg.model.source.startswith(PRESET)
     labels = ("start", "before", "after") if warm_started else ("before", "after")
     prompts = dict.fromkeys(labels, final)
     if has_rl_steps(cfg):

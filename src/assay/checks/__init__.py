@@ -3,9 +3,7 @@
 One implementation serves the warnings of a run in progress, summary.json, `assay doctor`, and pages about runs.
 """
 
-from assay.checks.causes import CAUSES, Diagnosis, Severity, as_facts
-from assay.checks.folder import diagnose_run
-from assay.checks.history import remember
-from assay.checks.rules import diagnose
+from assay.checks.causes import CAUSES, Diagnosis, Severity, as_facts, remember
+from assay.checks.diagnosis import diagnose, diagnose_run
 
 __all__ = ["CAUSES", "Diagnosis", "Severity", "as_facts", "diagnose", "diagnose_run", "remember"]

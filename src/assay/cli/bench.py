@@ -209,7 +209,7 @@ def describe_step(work: Workload | Sequences) -> str:
 
 
 def run_episodes(args: argparse.Namespace) -> int:
-    from assay.bench.episodes import measure_episodes
+    from assay.bench.engine import measure_episodes
 
     work, options = Episodes(**Episodes.given(args)), EpisodeOptions(**EpisodeOptions.given(args))
     actions = f"actions of up to {plural(work.step_tokens, 'token')}"

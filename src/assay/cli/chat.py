@@ -116,7 +116,7 @@ def load_chat_model(
     """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
     to be comparable.
     """
-    from assay.build.engines import build_server, episode_limits
+    from assay.build.models import build_server, episode_limits
     from assay.cli.chat_screen import ChatModel, Played
     from assay.cli.chat_session import answers_any_question
 

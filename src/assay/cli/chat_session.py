@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
-from assay.build.engines import episode_limits
+from assay.build.models import episode_limits
 from assay.build.problems import build_problems, take
 from assay.cli.chat_screen import ChatModel, Played, Reply, ReplyStream, Screen
 from assay.config import MeasureConfig

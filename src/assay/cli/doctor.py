@@ -13,14 +13,14 @@ from os.path import isdir, isfile
 from pathlib import Path
 
 from assay.checks import Diagnosis
-from assay.checks.folder import diagnose_files
+from assay.checks.diagnosis import diagnose_files
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, parse_overrides
 from assay.runs import Run
 from assay.runs.directory import access_problem
 from assay.runs.files import to_json
+from assay.runs.reading import RunFiles
 from assay.runs.resolve import PREFIX, find_run, split_tag
-from assay.runs.run_files import RunFiles
 from assay.types import UserError, plural
 
 HELP = """Find out why a run does not learn, or what is wrong with a config before a run. Nothing is trained or changed.
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     problems: list[str] = []  # files that cannot be read
     if isfile(path):  # False for a name that is too long for a path, as of a folder below
         cfg = load_settings(TrainConfig, path, overrides)
-        from assay.build.diagnosis import diagnose_config
+        from assay.build.dry_run import diagnose_config
 
         causes, what = diagnose_config(cfg), f"config {path}"
     else:

@@ -218,8 +218,8 @@ def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
 def measure(
     model: str, cfg: MeasureConfig, task: Task, prompts: Sequence[Prompt], answers: str | None, console: Console
 ) -> Report:
-    from assay.build.engines import build_collector, build_server
-    from assay.build.trials import unknown_prompt_words
+    from assay.build.models import build_collector, build_server
+    from assay.build.problems import unknown_prompt_words
     from assay.evals.report import evaluate
     from assay.integrations.openai import OpenAIEngine
     from assay.rewards import JudgePanel

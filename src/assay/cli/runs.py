@@ -12,10 +12,9 @@ from typing import Any
 from assay.cli.runs_compare import compare, picture_path
 from assay.runs.console import Console, duration, fraction, one_line, percent
 from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
-from assay.runs.facts import RunParts, describe, facts_of, lookup
 from assay.runs.files import to_json
+from assay.runs.reading import RunFiles, RunParts, describe, facts_of, setting
 from assay.runs.resolve import PREFIX, find_run, split_tag
-from assay.runs.run_files import RunFiles
 from assay.types import UserError
 
 HELP = """List runs, show one, or compare several.
@@ -132,7 +131,7 @@ def describe_readable(run: Run, error: str) -> dict[str, Any]:
 
 def cells(fact: Mapping[str, Any]) -> dict[str, str]:
     """The facts of a run as cells of a table."""
-    wall, p_value = fact["wall_s"], lookup(fact["paired"], "p_value")
+    wall, p_value = fact["wall_s"], setting(fact["paired"], "p_value")
     return {
         "run": fact["run"],
         "state": fact["state"],
@@ -154,7 +153,7 @@ def cells(fact: Mapping[str, Any]) -> dict[str, str]:
 def progress(fact: Mapping[str, Any]) -> str:
     """12/240; 12 (384/1000 answers) with a budget; warm start 30/600 before the first step."""
     planned, budget, warm_start = fact["steps_planned"], fact["budget"], fact["warm_start"]
-    done, total = lookup(warm_start, "step"), lookup(warm_start, "steps")
+    done, total = setting(warm_start, "step"), setting(warm_start, "steps")
     if done is not None and not fact["steps"] and (done < total or not planned):
         return f"warm start {done:.0f}/{total}"
     if budget:
@@ -164,7 +163,7 @@ def progress(fact: Mapping[str, Any]) -> str:
 
 def accuracy(measured: Any) -> str:
     """52.1 % [48.0, 56.2]"""
-    value, interval = lookup(measured, "accuracy"), lookup(measured, "ci95")
+    value, interval = setting(measured, "accuracy"), setting(measured, "ci95")
     if value is None:
         return _UNKNOWN
     return percent(value).replace(" ", "") + (
@@ -173,7 +172,7 @@ def accuracy(measured: Any) -> str:
 
 
 def gains(paired: Any) -> str:
-    gained, lost = lookup(paired, "gained"), lookup(paired, "lost")
+    gained, lost = setting(paired, "gained"), setting(paired, "lost")
     return _UNKNOWN if gained is None or lost is None else f"+{gained} / -{lost}"
 
 

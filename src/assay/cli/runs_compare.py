@@ -15,10 +15,9 @@ from assay.evals.pairs import compare_evaluations
 from assay.runs.console import Console, one_line
 from assay.runs.curves import draw_comparison, points_of, shown_panels
 from assay.runs.directory import Run
-from assay.runs.facts import flattened
 from assay.runs.files import to_json
+from assay.runs.reading import RunFiles, flattened
 from assay.runs.rollouts import read_lines
-from assay.runs.run_files import RunFiles
 from assay.types import UserError, plural
 
 UNKNOWN = "-"

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
-    from assay.build.engines import build_server
+    from assay.build.models import build_server
     from assay.server.frontend import serve
     from assay.server.server import Serving
 

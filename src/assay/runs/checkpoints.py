@@ -141,18 +141,11 @@ def last_intact(run_path: Path) -> tuple[int | None, list[str]]:
     return None, newer
 
 
-def metrics_bytes(run_path: Path, step: int) -> int | None:
-    """Size of metrics.jsonl when the step was saved; None without that checkpoint."""
-    return _marker(folder(run_path, step)).get("metrics_bytes")
-
-
-def metrics_intact(run_path: Path, step: int) -> bool:
-    """Whether metrics.jsonl still begins with its content at the time when the step was saved."""
+def saved_metrics(run_path: Path, step: int) -> bytes | None:
+    """The content of metrics.jsonl when the step was saved; None without that checkpoint, or if it changed since."""
     marker = _marker(folder(run_path, step))
-    length, saved = marker.get("metrics_bytes"), marker.get("metrics_sha256")
-    path = run_path / "metrics.jsonl"
-    content = path.read_bytes()[:length] if path.is_file() else b""
-    return len(content) == (length or 0) and saved in (None, hashlib.sha256(content).hexdigest())
+    content = _metrics(run_path)[: marker.get("metrics_bytes")]
+    return content if hashlib.sha256(content).hexdigest() == marker.get("metrics_sha256") else None
 
 
 def first_evaluations(run_path: Path) -> dict[str, str]:
@@ -268,12 +261,15 @@ def _digest(facts: dict[str, Any]) -> str:
 
 def _metrics_now(run_path: Path) -> dict[str, Any]:
     """Size and checksum of metrics.jsonl, which is flushed to disk first."""
-    path = run_path / "metrics.jsonl"
-    if not path.is_file():
-        return {"metrics_bytes": 0}
-    sync(path)
-    content = path.read_bytes()
+    content = _metrics(run_path)
+    if content:
+        sync(run_path / "metrics.jsonl")
     return {"metrics_bytes": len(content), "metrics_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _metrics(run_path: Path) -> bytes:
+    path = run_path / "metrics.jsonl"
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _evaluations_now(run_path: Path, step: int) -> dict[str, Any]:

@@ -229,19 +229,18 @@ class Run:
 
         Safe to repeat after a crash. Without that checkpoint, everything that belongs to a later step is deleted.
         """
-        intact = checkpoints.metrics_intact(self.path, step)
         lines = [(line, row) for line, row in _metrics_lines(self.path) if row["step"] <= step]
-        if not intact:  # the stored size does not apply: only the final evaluation is known to be later
-            lines = [(line, row) for line, row in lines if "after/accuracy" not in row]
-        text = b"".join(line for line, _ in lines)
+        # Lines of this step that were logged after its checkpoint, such as a final evaluation, are written again.
+        text = checkpoints.saved_metrics(self.path, step)
+        if text is None:  # which lines were logged later is not known, except for the final evaluation
+            text = b"".join(line for line, row in lines if "after/accuracy" not in row)
         checkpoints.truncate_after(self.path, step)  # first: a checkpoint must never be newer than the metrics
         rollouts.truncate_after(self.path, step)
         if self.read_summary().get("steps", step) > step:
             (self.path / "summary.json").unlink()
         self._close_metrics()
         with atomic_write(self.path / "metrics.jsonl") as file:
-            # Lines of this step that were logged after its checkpoint, such as a final evaluation, are written again.
-            file.write(text[: checkpoints.metrics_bytes(self.path, step)] if intact else text)
+            file.write(text)
 
     def close(self) -> None:
         self._close_metrics()

@@ -18,21 +18,124 @@ k is at least 1. With `source.max_staleness = 0`, a run uses the on-policy sourc
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from assay.algos import Algorithm
-from assay.config import TrainConfig
 from assay.engine.base import Request
 from assay.engine.client import ClientThread
 from assay.rollout import Collector
-from assay.rollout.stream import GroupStream, Ticket
-from assay.training.progress import RunState, Schedule, Stopping
-from assay.training.sources import OnPolicySource, PromptStream, SampledGroups, version_of
+from assay.rollout.play import GroupInPlay, GroupPlayer
+from assay.training.progress import RunState
+from assay.training.sources import OnPolicySource, SampledGroups, version_of
 from assay.types import Group, Prompt, UserError
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A group that is to be sampled."""
+
+    number: int  # in the order in which groups were started for the first time
+    position: int  # of its prompt in the stream of prompts
+    prompt: Prompt
+    request: Request
+    version: int  # of the engine's weights when it was started: no token of it is older
+    restarts: int = 0
+
+
+class GroupStream:
+    """Samples groups in the thread of an engine, and judges them in another one. One thread calls its methods."""
+
+    def __init__(self, collector: Collector, thread: ClientThread) -> None:
+        self.collector, self.thread = collector, thread
+        self.finished_at = time.perf_counter()  # when the last group was finished
+        self.sampling: dict[Ticket, Future[Group]] = {}  # started, and neither returned nor dropped
+        self._judge = ThreadPoolExecutor(1, "assay-judge")
+        # These belong to the thread of the engine.
+        self._player: GroupPlayer | None = None
+        self._groups: dict[Ticket, GroupInPlay] = {}
+        self._played: list[GroupInPlay] = []  # not judged yet
+        self._judging: asyncio.Future[dict[GroupInPlay, Group]]
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Start to sample these groups."""
+        new: dict[Ticket, Future[Group]] = {ticket: Future() for ticket in tickets}
+        self.sampling |= new
+        self.thread.loop.post(partial(self._start, new))
+
+    def next(self, wait: bool = True) -> list[tuple[Ticket, Group]]:
+        """The groups that have finished since the last call, judged. Empty if no group is being sampled.
+
+        `wait`: until there is one; then an error that has ended the sampling of a group is raised.
+        """
+        if wait:
+            futures.wait(self.sampling.values(), return_when=futures.FIRST_COMPLETED)
+        ended = [(ticket, future) for ticket, future in self.sampling.items() if future.done()]
+        finished = [(ticket, future.result()) for ticket, future in ended if wait or not future.exception()]
+        for ticket, _ in finished:
+            del self.sampling[ticket]
+        return finished
+
+    def drop(self, tickets: Iterable[Ticket]) -> list[int]:
+        """Stop sampling groups. Returns the number of tokens of each of their sequences so far, if it is known."""
+        tickets = [ticket for ticket in tickets if self.sampling.pop(ticket, None)]
+        return self.thread.run(self._drop(tickets)) if tickets else []
+
+    def close(self) -> None:
+        """Stop sampling all groups."""
+        if self.thread.loop.running:
+            self.drop(list(self.sampling))
+        self._judge.shutdown(cancel_futures=True)
+
+    # -- in the thread of the engine
+
+    def _start(self, new: dict[Ticket, Future[Group]]) -> None:
+        for ticket, future in new.items():
+            asyncio.ensure_future(self._sample(ticket)).add_done_callback(partial(pass_on, future))
+
+    async def _sample(self, ticket: Ticket) -> Group:
+        if self._player is None:
+            self._player = self.collector.player(self.thread.client)
+        group = self._groups[ticket] = self._player.start(ticket.prompt, ticket.request)
+        try:
+            await group.result
+        finally:
+            del self._groups[ticket]
+        self._played.append(group)
+        if len(self._played) == 1:
+            self._judging = asyncio.ensure_future(self._judge_played())
+        return (await asyncio.shield(self._judging))[group]
+
+    async def _judge_played(self) -> dict[GroupInPlay, Group]:
+        await asyncio.sleep(0)  # together with all groups that end now
+        played, self._played = self._played, []
+        judging = self._judge.submit(self.collector.finish, played)
+        await asyncio.wait([asyncio.wrap_future(judging)])
+        self.finished_at = time.perf_counter()
+        return dict(zip(played, judging.result(), strict=True))
+
+    async def _drop(self, tickets: Sequence[Ticket]) -> list[int]:
+        lengths: list[int] = []
+        for ticket in tickets:
+            if (group := self._groups.get(ticket)) is not None:
+                lengths += group.sampled_tokens(self.thread.client)
+                group.cancel()
+        return lengths
+
+
+def pass_on(future: Future[Group], task: asyncio.Task[Group]) -> None:
+    error = RuntimeError("the group was cancelled") if task.cancelled() else task.exception()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
+
 
 MAX_RESTARTS = 2  # of a group, before the learner waits for it
 QUARTERS = 4  # restarted sequences are counted by their length, in quarters of the limit
@@ -58,21 +161,12 @@ class Interrupted(Exception):
 class AsyncSource(OnPolicySource):
     """Takes batches of the groups that another thread samples. See the description of this module."""
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        algo: Algorithm,
-        collector: Collector,
-        prompts: PromptStream,
-        schedule: Schedule,
-        stopping: Stopping | None = None,
-    ) -> None:
-        super().__init__(cfg, algo, collector, prompts, schedule, stopping)
-        self.max_staleness, self.cancels = cfg.source.max_staleness, cfg.source.cancel_stale
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.max_staleness, self.cancels = self.cfg.source.max_staleness, self.cfg.source.cancel_stale
         # Evaluations share the engine with the groups that are sampled meanwhile.
-        self.thread = collector.thread = ClientThread(collector.engine)
-        self.stream = GroupStream(collector, self.thread)
-        self._running: dict[int, Ticket] = {}  # by number
+        self.thread = self.collector.thread = ClientThread(self.collector.engine)
+        self.stream = GroupStream(self.collector, self.thread)
         self._ready: list[tuple[Ticket, Group]] = []  # finished, not yet taken into a batch
         self._activity = Tally()
         self._unstarted: list[Ticket] = []  # of a resumed run
@@ -81,7 +175,6 @@ class AsyncSource(OnPolicySource):
         self._numbers: dict[int, int] = {}  # of the tickets of the batch, by the id of its groups
         self._idle_since = time.perf_counter()
         self._before: tuple[dict[str, Any], list[Group]] | None = None  # state at the start of an interrupted `next`
-        self._loaded: list[Ticket] = []  # of the finished groups of a checkpoint
         self._saved: list[Group] = []  # the finished groups of the last `state_dict`
 
     def next(self, state: RunState) -> SampledGroups:
@@ -119,7 +212,7 @@ class AsyncSource(OnPolicySource):
         self._receive(wait=False)
         while self._needs_more(count, state.step):
             self._start_groups(state, count, answers)
-            if not self._running:
+            if not self.stream.sampling:
                 break
             started = time.perf_counter()
             if self.stopping is None:
@@ -138,16 +231,15 @@ class AsyncSource(OnPolicySource):
         """Whether groups are missing, or a group must be waited for because it cannot be restarted again."""
         if len(self._ready) < count:
             return True
-        tickets = self._running.values()
-        return any(t.restarts >= MAX_RESTARTS and step - t.version >= self.max_staleness for t in tickets)
+        sampling = self.stream.sampling
+        return any(t.restarts >= MAX_RESTARTS and step - t.version >= self.max_staleness for t in sampling)
 
     def _receive(self, wait: bool = True) -> bool:
         """Take the groups that have finished, and `wait` until there is one. Returns True: it was not interrupted."""
         for ticket, group in self.stream.next(wait):
-            del self._running[ticket.number]
             self._ready.append((ticket, group))
             self._activity.sampled_tokens += sum(rollout.length for rollout in group.rollouts)
-            if not self._running:
+            if not self.stream.sampling:
                 self._idle_since = self.stream.finished_at
         return True
 
@@ -158,9 +250,7 @@ class AsyncSource(OnPolicySource):
             return step - ticket.version > self.max_staleness
 
         self._receive(wait=False)
-        stale = [ticket for ticket in self._running.values() if is_stale(ticket)]
-        for ticket in stale:
-            del self._running[ticket.number]
+        stale = [ticket for ticket in self.stream.sampling if is_stale(ticket)]
         expired = [ticket for ticket, _ in self._ready if is_stale(ticket)]
         self._ready = [pair for pair in self._ready if not is_stale(pair[0])]
         lengths = self._activity.cancelled if self.cancels else self._activity.restarted
@@ -173,7 +263,7 @@ class AsyncSource(OnPolicySource):
         """Start as many groups as may be sampled now: the `wanted` ones of the step, and those of later steps."""
         unstarted, self._unstarted = self._unstarted, []
         self._start([replace(one, version=state.step) for one in unstarted])
-        present = len(self._running) + len(self._ready)
+        present = len(self.stream.sampling) + len(self._ready)
         allowed = self.prompts_per_step * self.max_staleness + wanted
         allowed = min(allowed, self._groups_left(state, wanted, answers))
         if allowed > present:
@@ -206,9 +296,8 @@ class AsyncSource(OnPolicySource):
     def _start(self, tickets: Sequence[Ticket]) -> None:
         if not tickets:
             return
-        if not self._running:
+        if not self.stream.sampling:
             self._activity.idle_s += time.perf_counter() - max(self._idle_since, self._activity.began)
-        self._running |= {ticket.number: ticket for ticket in tickets}
         self.stream.start(tickets)
 
     def _measure(self, sampled: SampledGroups, step: int) -> None:
@@ -224,7 +313,7 @@ class AsyncSource(OnPolicySource):
             "async/staleness_max": float(max(ages, default=0)),
             **{f"async/staleness_{age}": ages.count(age) / len(ages) for age in range(self.max_staleness + 1) if ages},
             "async/queued": float(len(self._ready)),
-            "async/running": float(len(self._running)),
+            "async/running": float(len(self.stream.sampling)),
             "async/engine_idle": min(done.idle_s / elapsed, 1.0),
             "async/learner_idle": min(done.waited_s / elapsed, 1.0),
             "async/tokens_per_s": done.sampled_tokens / elapsed,
@@ -259,7 +348,7 @@ class AsyncSource(OnPolicySource):
 
     def _state(self) -> tuple[dict[str, Any], list[Group]]:
         self._receive(wait=False)
-        running = sorted([*self._running.values(), *self._unstarted], key=lambda ticket: ticket.number)
+        running = sorted([*self.stream.sampling, *self._unstarted], key=lambda ticket: ticket.number)
         own = {
             "next_number": self._next_number,
             "running": [saved_ticket(ticket) for ticket in running],
@@ -269,26 +358,23 @@ class AsyncSource(OnPolicySource):
         }
         return {"cursor": self.prompts.cursor, "source": own}, [group for _, group in self._ready]
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
         super().load_state_dict(saved)
-        if self._running:  # all servers had failed: groups are sampled again
+        if self.stream.sampling:  # all servers had failed: groups are sampled again
             self.stream.close()
-            self.stream, self._running, self._before = GroupStream(self.collector, self.thread), {}, None
-        self._ready = []
-        own = saved.get("source") or {}
-        self._next_number = own.get("next_number", 0)
-        self._seen, self._seen_version = Counter(own.get("seen", {})), own.get("seen_version", -1)
-        self._unstarted = [self._restored(**ticket) for ticket in own.get("running", ())]
-        self._loaded = [self._restored(**ticket) for ticket in own.get("finished", ())]
-
-    def load_groups(self, groups: Sequence[Group]) -> None:
-        """The finished groups of the checkpoint whose state was loaded."""
-        if len(groups) != len(self._loaded):
+            self.stream, self._before = GroupStream(self.collector, self.thread), None
+        if (own := saved.get("source")) is None:  # the run was synchronous until now
+            return
+        self._next_number = own["next_number"]
+        self._seen, self._seen_version = Counter(own["seen"]), own["seen_version"]
+        self._unstarted = [self._restored(**ticket) for ticket in own["running"]]
+        finished = [self._restored(**ticket) for ticket in own["finished"]]
+        if len(groups) != len(finished):
             raise UserError(
-                f"the checkpoint has {len(groups)} finished groups, and its state names {len(self._loaded)}: resume "
+                f"the checkpoint has {len(groups)} finished groups, and its state names {len(finished)}: resume "
                 "from another checkpoint"
             )
-        self._ready.extend(zip(self._loaded, groups, strict=True))
+        self._ready = list(zip(finished, groups, strict=True))
 
     def _restored(self, number: int, position: int, seed: int, version: int, restarts: int) -> Ticket:
         prompt = self.prompts.at(position)

@@ -22,13 +22,13 @@ from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel, save_adapter, save_model
 from assay.models.export import shard_name, split, write_files
 from assay.runs import checkpoints
+from assay.runs.files import read_json
 from assay.runs.resolve import SETTINGS
 from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.text import Tokenizer
 from assay.training.learner.critic import Critic
 from assay.training.learner.optim import allocate_optimizer_state, optimizer_tensors
-from assay.training.learner.parallel import is_sharded, load_sharded, save_sharded, saved_shapes
-from assay.training.ranks import check_replicas
+from assay.training.parallel import check_replicas, is_sharded, load_sharded, save_sharded, saved_shapes
 from assay.training.sources import ReplayBuffer
 from assay.types import Group, UserError
 
@@ -133,25 +133,15 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(run_path: Path, step: int, known: Collection[str]) -> dict[str, Any]:
-    """Read state.json, whose entries must be `known` ones."""
+    """Read state.json, which must have the `known` entries; the entry `source` may be missing or superfluous."""
     file = checkpoints.folder(run_path, step) / STATE
-    try:
-        state = with_algorithm_state(dict(json.loads(file.read_text())))
-        if unknown := sorted(state.keys() - set(known)):
-            raise ValueError(f"it has unknown entries: {', '.join(unknown)}")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{file} is not the state of a run ({error}): resume from another checkpoint") from error
+    state = read_json(file)
+    if differing := sorted((state.keys() ^ set(known)) - {"source"}):
+        raise UserError(
+            f"{file} is not the state of a run of this version (missing or unknown: {', '.join(differing[:3])}): "
+            "resume from another checkpoint, or with the version that saved it"
+        )
     return state
-
-
-def with_algorithm_state(saved: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state that was saved before the algorithm had its own state."""
-    rest = {name: value for name, value in saved.items() if name not in ("entropy_control", "pass_rates")}
-    if rest.keys() == saved.keys():
-        return saved
-    control, rates = saved.get("entropy_control"), saved.get("pass_rates")
-    algorithm = {"entropy": control, "pass_rate": {"rates": rates} if rates else None}
-    return rest | {"algorithm": {name: state for name, state in algorithm.items() if state}}
 
 
 def load_replay(run_path: Path, step: int, replay: ReplayBuffer) -> None:

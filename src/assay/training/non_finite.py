@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from assay.mesh import Mesh, full_tensor, local_tensor
@@ -95,21 +94,6 @@ def how_to_continue(run_path: Path, key: str, lr: float) -> str:
         f"resume {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
         "and check the model, and custom rewards, advantages or losses"
     )
-
-
-def check_loaded(policy: PolicyModel, step: int, run_path: Path) -> None:
-    """Refuse to resume from weights that are not finite, which early versions could save."""
-    if names := _not_finite(policy.named_parameters()):
-        earlier = [other for other in checkpoints.steps(run_path) if other < step]
-        finite = [other for other in earlier if _checkpoint_is_finite(run_path, other)]
-        start = f"assay train {run_path / 'config.toml'} --model run:{run_path}@{finite[-1]}" if finite else ""
-        remedy = f"start a new run from the last finite one: {start}" if finite else "no earlier checkpoint is finite"
-        raise UserError(f"the weight {names[0]} in the checkpoint of step {step} is not finite; {remedy}")
-
-
-def _checkpoint_is_finite(run_path: Path, step: int) -> bool:
-    files = (checkpoints.folder(run_path, step) / "model").glob("*.safetensors")
-    return all(_is_finite(tensor) for file in files for tensor in load_file(file).values())
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from assay.checks.run_rules import PRESET
+from assay.checks.settings import PRESET
 from assay.config import TrainConfig
 from assay.engine.remote.scoring import ScoringClient
 from assay.models import load_model, save_model
@@ -24,9 +24,8 @@ from assay.runs.resolve import resolve_model
 from assay.text import Tokenizer, load_tokenizer
 from assay.training.checkpoint import FILE_BYTES
 from assay.training.checkpoint import REFERENCE as FOLDER
-from assay.training.learner.parallel import parallelise
 from assay.training.learner.update import Updater
-from assay.training.ranks import check_weights
+from assay.training.parallel import check_weights, parallelise
 from assay.types import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -111,11 +110,7 @@ def has_same_tokenizer(source: str, tokenizer: Tokenizer, name: str) -> bool:
 
 
 def set_reference(
-    updater: Updater,
-    cfg: TrainConfig,
-    folder: str,
-    same_tokenizer: bool = False,
-    report: LoadReport | None = None,
+    updater: Updater, cfg: TrainConfig, folder: str, same_tokenizer: bool = False, report: LoadReport | None = None
 ) -> None:
     """Load the reference, freeze it, and shard it like the policy. `report`: see `load_model`.
 

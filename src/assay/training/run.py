@@ -20,12 +20,11 @@ from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
 from assay.text import Tokenizer
 from assay.training import checkpoint, non_finite
-from assay.training.evaluation import RunEvaluator
 from assay.training.learner.learner import Learner, WarmStart
 from assay.training.progress import RunState, Schedule, Stopped, Stopping
-from assay.training.recorder import CURVES_PAUSE_S, Recorder, memory_metrics, rollout_metrics
+from assay.training.recorder import CURVES_PAUSE_S, Recorder, RunEvaluator, memory_metrics, rollout_metrics
 from assay.training.reference import freeze_reference
-from assay.training.sources import GroupSource, Replay, SampledGroups
+from assay.training.sources import OnPolicySource, Replay, SampledGroups
 from assay.training.sync import WeightSync
 from assay.types import Group, Prompt, UserError, describe_error
 
@@ -51,7 +50,7 @@ class TrainingRun:
     directory: Run
     schedule: Schedule
     collector: Collector
-    source: GroupSource
+    source: OnPolicySource
     learner: Learner
     replay: Replay
     weight_sync: WeightSync
@@ -172,7 +171,8 @@ class TrainingRun:
         recorder.console.stop()
         self._save_unsaved()  # a custom loop may end before the last step
         self._measure_and_log("after")
-        results = self.evaluator.results(self.learner.policy, state.step, repeatable=self.schedule.total_steps > 0)
+        trains = self.schedule.total_steps > 0
+        results = self._recovering(lambda: self.evaluator.results(self.learner.policy, state.step, repeatable=trains))
         if not self.mesh.is_main:
             return {}
         state.facts.get("sft", {}).update(results.pop("warm_start", {}))
@@ -233,13 +233,12 @@ class TrainingRun:
         parts = self.source.state_dict() | self.learner.state_dict()
         return asdict(self.state) | parts | {"weight_sync": self.weight_sync.state_dict()}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Missing entries, as in checkpoints of earlier versions, keep their initial values."""
-        known = {one.name for one in fields(RunState)}
-        self.state = RunState(**{key: value for key, value in saved.items() if key in known})
-        self.source.load_state_dict(saved)
+    def load_state_dict(self, saved: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
+        """`groups`: those that the source had saved."""
+        self.state = RunState(**{one.name: saved[one.name] for one in fields(RunState)})
+        self.source.load_state_dict(saved, groups)
         self.learner.load_state_dict(saved)
-        self.weight_sync.load_state_dict(saved.get("weight_sync", {}))
+        self.weight_sync.load_state_dict(saved["weight_sync"])
 
     def _start(self) -> None:
         """Do the warm start, if there is one, and the evaluation "before".
@@ -362,8 +361,7 @@ class TrainingRun:
                 return False
             time.sleep(min(pause_s, max(left_s, 0.0)))
             pause_s = min(2 * pause_s, longest_s)
-        self.source.load_state_dict(self.source.state_dict())
-        self.source.load_groups(self.source.saved_groups())
+        self.source.load_state_dict(self.source.state_dict(), self.source.saved_groups())
         return True
 
     def _measure_and_log(self, label: str) -> None:

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from assay.algos import Algorithm
 from assay.config import ReplayConfig, TrainConfig
@@ -70,54 +70,28 @@ class SampledGroups:
         return [*self.groups, *self.dropped]
 
 
-class GroupSource(Protocol):
-    """Provides the groups of a step. A checkpoint stores `state_dict`, so that a resumed run continues exactly.
+@dataclass
+class OnPolicySource:
+    """Samples every group when it is needed, with the current weights. Other sources derive from it.
 
-    `next` is called once per step and adds the sampled tokens and answers to the state of the run. `next_prompts` is
-    for loops that sample by themselves.
+    A checkpoint stores `state_dict` and `saved_groups`, so that a resumed run continues exactly.
     """
 
+    cfg: TrainConfig
+    algo: Algorithm
+    collector: Collector
     prompts: PromptStream
+    schedule: Schedule
+    stopping: Stopping | None = None
 
-    def next(self, state: RunState) -> SampledGroups: ...
-
-    def next_prompts(self, count: int) -> list[Prompt]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from this state. A source that has sampled drops what it has."""
-
-    def saved_groups(self) -> list[Group]:
-        """Sampled groups that belong to the last `state_dict`, because they were not trained yet."""
-
-    def load_groups(self, groups: Sequence[Group]) -> None:
-        """Restore these groups, after `load_state_dict`."""
-
-    def close(self) -> None:
-        """End work in other threads."""
-
-
-class OnPolicySource:
-    """Samples every group when it is needed, with the current weights."""
-
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        algo: Algorithm,
-        collector: Collector,
-        prompts: PromptStream,
-        schedule: Schedule,
-        stopping: Stopping | None = None,
-    ) -> None:
-        self.algo, self.collector, self.prompts, self.schedule = algo, collector, prompts, schedule
-        self.seed, self.prompts_per_step = cfg.seed, cfg.train.prompts
-        self.params = sampling_params(cfg.sampling, cfg.train.samples)
-        self.stopping = stopping
-        self.cursor = prompts.cursor  # after the last complete step: an interrupted step is sampled again
+    def __post_init__(self) -> None:
+        self.seed, self.prompts_per_step = self.cfg.seed, self.cfg.train.prompts
+        self.params = sampling_params(self.cfg.sampling, self.cfg.train.samples)
+        self.cursor = self.prompts.cursor  # after the last complete step: an interrupted step is sampled again
         self._seen: Counter[str] = Counter()  # prompts of this step
 
     def next(self, state: RunState) -> SampledGroups:
+        """The groups of a step. Adds the sampled tokens and answers to the state of the run."""
         if self.stopping:
             self.stopping.check()
         self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
@@ -187,17 +161,16 @@ class OnPolicySource:
     def state_dict(self) -> dict[str, Any]:
         return {"cursor": self.cursor}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.cursor = self.prompts.cursor = saved.get("cursor", 0)
-
     def saved_groups(self) -> list[Group]:
+        """Sampled groups that belong to the last `state_dict`, because they were not trained yet."""
         return []
 
-    def load_groups(self, groups: Sequence[Group]) -> None:
-        """A checkpoint has none."""
+    def load_state_dict(self, saved: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
+        """Continue from this state and its `saved_groups`. A source that has sampled drops what it has."""
+        self.cursor = self.prompts.cursor = saved["cursor"]
 
     def close(self) -> None:
-        pass
+        """End work in other threads."""
 
 
 SETTINGS = "buffer.json"  # in a saved buffer's folder, beside its rollouts

@@ -29,8 +29,8 @@ from assay.models.base import digests, fingerprint
 from assay.models.lora import merged_weights
 from assay.models.quantize import NF4Linear, quantized_layers
 from assay.training.learner.pack import Row
-from assay.training.learner.parallel import is_fsdp
 from assay.training.learner.update import Updater
+from assay.training.parallel import is_fsdp
 from assay.types import UserError, plural
 
 Method = Literal["fingerprint", "probe", "off"]
@@ -321,8 +321,9 @@ class WeightSync:
         return {"engine": self._engine_kind, "sequences": self.sequences, **start}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Scores of another kind of engine are not used: the next verification is then the first one."""
-        if self.method == "probe" and saved.get("engine") == self._engine_kind:
+        """Scores of another kind of engine, or of another probe, are not used: the next verification is the first."""
+        complete = saved.keys() >= {"engine", "sequences", "trainer", "gap", "rounding"}
+        if self.method == "probe" and complete and saved["engine"] == self._engine_kind:
             self.sequences = saved["sequences"]
             self.start = ProbeStart(np.array(saved["trainer"]), saved["gap"], saved["rounding"])
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from assay.checks.folder import diagnose_files
+from assay.checks.diagnosis import diagnose_files
 from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.files import json_object, to_json
-from assay.runs.run_files import RunFiles
+from assay.runs.reading import RunFiles
 from assay.types import describe_error
 from assay.web.activity import activity
 from assay.web.folder import MAX_DEPTH, RunFolder, Stamp, is_deeper, stamp_of

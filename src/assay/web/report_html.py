@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from assay import __version__
 from assay.runs.console import duration, percent, printable
-from assay.runs.facts import default_settings, flattened
+from assay.runs.reading import default_settings, flattened
 from assay.types import plural
 from assay.web.folder import finite_number
 from assay.web.samples import Samples, cut

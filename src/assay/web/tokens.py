@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from assay.runs.facts import lookup
+from assay.runs.reading import setting
 from assay.text.stream import REPLACEMENT, Detokenizer
 from assay.types import UserError, describe_error
 from assay.web.folder import RunFolder
@@ -122,7 +122,7 @@ def _candidates(folder: RunFolder) -> Iterator[Path]:
     config, _ = folder.config()
     environment, _ = folder.document("environment.json")
     for key in ("tokenizer", "source"):
-        source = lookup(config, "model", key)
+        source = setting(config, f"model.{key}")
         if isinstance(source, str) and source and "\0" not in source and ":" not in source:
             yield from _local(source, environment)
 

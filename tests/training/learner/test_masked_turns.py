@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from learner_parts import CHANGES, algorithm, credit, critic, updater
 from processes import start
-from safetensors.torch import load_file
 from small_run import SmallRuns
 from torch import Tensor
 from train_parts import cramped, full_logprobs, give_logprobs, make_turn, tiny_decoder, tokens, weights_of
@@ -21,9 +19,8 @@ from train_parts import cramped, full_logprobs, give_logprobs, make_turn, tiny_d
 from assay.algos import Algorithm, Scorers, make_algorithm
 from assay.cli.main import main
 from assay.mesh import Mesh
-from assay.runs.rollouts import read_arrays, read_rollouts
-from assay.training.learner.pack import Row, rows_of
-from assay.training.sources import ReplayBuffer
+from assay.runs.rollouts import read_rollouts
+from assay.training.learner.pack import Row
 from assay.types import Group, Prompt, Rollout, Status, Turn, Verdict
 
 LIMIT = 16
@@ -192,19 +189,6 @@ def test_a_step_that_no_other_is_compared_with_has_advantage_0() -> None:
     assert alone.token_advantages == [alone.turns[1].reward] * alone.turns[1].trained
 
 
-def test_a_replay_buffer_keeps_the_mask(tmp_path: Path) -> None:
-    algo = make_algorithm("grpo", step_credit=True)
-    groups = episodes()
-    algo.credit(groups)
-    buffer = ReplayBuffer(9)
-    buffer.add(groups)
-    buffer.save(tmp_path)
-    again = list(ReplayBuffer.load(tmp_path))
-    assert again == groups and any(turn.masked for r in every(again) for turn in r.turns)
-    assert read_arrays(tmp_path, 0)["loss_mask"].tolist() == [mark for r in every(groups) for mark in r.loss_mask]
-    assert rows_of(again, algo) == rows_of(groups, algo)
-
-
 def learnt(mesh: Mesh, algo: Algorithm) -> tuple[list[dict[str, float]], Tensor]:
     reference = tiny_decoder(seed=9).requires_grad_(False)
     trained = updater(algo, token_budget=40, mesh=mesh)
@@ -289,31 +273,3 @@ def test_an_environment_masks_turns(small: SmallRuns) -> None:
     apart = [row["mismatch/logprob_abs_diff_max"] for row in rows if "mismatch/logprob_abs_diff_max" in row]
     assert apart[0] < 1e-4  # later steps have replayed groups in them
     assert main(["env", "check", f"{small.folder}/warmup.py:Warmup", "--arg", "tries=3"]) == 0
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("--algo.recipe", "dapo", "--algo.step_credit", "true"), ("--algo.recipe", "ppo", "--algo.reward_kl_coef", 0.1)],
-    ids=["steps", "critic"],
-)
-def test_a_run_with_masked_turns_only_does_not_change_the_model(small: SmallRuns, words: tuple[object, ...]) -> None:
-    assert small.train("--env.args.masked", 9, "--algo.resample", 0, *words) == 0
-    first, last = (load_file(small.checkpoint(step) / "model/model.safetensors") for step in (0, 3))
-    assert all(first[name].equal(last[name]) for name in first)
-    rows = [row for row in small.metrics() if "reward/mean" in row]
-    assert len(rows) == 3 and all(row["optim/skipped"] == 1.0 == row["turns/masked"] for row in rows)
-    assert all(math.isfinite(value) for row in rows for value in row.values())
-
-
-@pytest.mark.slow
-def test_a_run_on_two_processes_has_the_same_masks_and_weights(small: SmallRuns) -> None:
-    exact = ("--dtype", "float64", "--engine.dtype", "float64", "--algo.step_credit", "true")
-    process = small.launch(2, "train", small.config, *exact, "--name", "two")
-    assert small.train(*exact) == 0
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
-    one, two = (load_file(small.checkpoint(3, name) / "model/model.safetensors") for name in ("small", "two"))
-    assert all((one[key] - two[key]).abs().max() < 1e-9 for key in one)
-    for step in (1, 2, 3):
-        masks = [[r.loss_mask for r in every(read_rollouts(small.runs / name, step))] for name in ("small", "two")]
-        assert masks[0] == masks[1]

@@ -98,20 +98,6 @@ def test_packed_inputs_are_aligned_with_the_trained_tokens() -> None:
     assert torch.equal(found, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_the_tokens_between_two_turns_are_context_not_loss() -> None:
-    rollout = make_groups(tiny_decoder())[0].rollouts[1]
-    assert len(rollout.turns) == 2
-    made = Row.of(rollout)
-    first, second = rollout.turns
-    assert made.trained == (
-        [0] * len(first.context_ids)
-        + [1] * len(first.completion.token_ids)
-        + [0] * len(second.context_ids)
-        + [1] * len(second.completion.token_ids)
-    )
-    assert len(made.ids) == len(made.trained) == len(made.behaviour_logprobs)
-
-
 def test_steps_give_their_advantage_to_their_tokens() -> None:
     algo = make_algorithm("simple", step_credit=True)
     groups = make_groups(tiny_decoder())

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,6 @@ from assay.system.spawn import RemoteWorker, reply
 from assay.training.learner.optim import make_adamw, optimizer_tensors
 from assay.training.learner.subprocess_updater import (
     ALIGNMENT,
-    WEIGHTS,
     NameUnpickler,
     SharedTensors,
     SubprocessUpdater,
@@ -126,19 +126,6 @@ def test_a_run_stopped_in_a_worker_and_resumed_without_one_equals_an_uninterrupt
     assert checkpoints.last(small.runs / "first-apart") == 1 and not (small.folder / "strike").exists()
     assert small.resume("first-apart", "--train.process", "same") == 0
     small.same_run("small", "first-apart", 2)
-
-
-@pytest.mark.slow
-def test_a_run_resumed_with_a_worker_equals_an_uninterrupted_run(
-    small: SmallRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (*WORDS, "--algo.policy_loss", own_loss(small))
-    assert small.train(*words) == 0
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        inject(patch, OnPolicySource, "next", 2, stop)
-        small.train(*words, "--name", "then-apart")
-    assert small.resume("then-apart", *SEPARATE) == 0
-    small.same_run("small", "then-apart", 2)
 
 
 STEPS = 5
@@ -381,53 +368,20 @@ def test_the_next_worker_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> No
     wait_for(lambda: gone(last.process.pid))
 
 
-@pytest.mark.slow
-def test_a_run_starts_no_worker_that_is_not_used(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm start and two updates need three workers; each update except the last starts the next one ahead."""
-    started: list[RemoteWorker] = []
-    start = RemoteWorker.__init__
-
-    def counted(self: RemoteWorker, *args: Any, **options: Any) -> None:
-        start(self, *args, **options)
-        started.append(self)
-
-    monkeypatch.setattr(RemoteWorker, "__init__", counted)
-    assert small.train(*WORDS, *SEPARATE) == 0
-    assert len(started) == 3
-
-
-REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "compiling": (("--train.compile", "on"), "would compile again in every step"),
-    "unknown value": (("--train.process", "apart"), "train.process"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_without_worker_support_are_refused(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    words, message = REFUSED[name]
-    assert small.train(*SEPARATE, *words) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not small.runs.exists()
-
-
 @pytest.mark.parametrize(
-    ("mesh", "message"), [(Mesh(tp_size=2), "parallel.tp"), (Mesh(torch.device("mps")), "for CUDA")]
+    ("mesh", "message"),
+    [
+        (Mesh(tp_size=2), "parallel.tp"),
+        (SimpleNamespace(device="cpu", tp_size=1, world=2), "cannot shard a model"),
+        (Mesh(torch.device("mps")), "for CUDA"),
+    ],
 )
-def test_tensor_parallelism_and_mps_are_refused(mesh: Mesh, message: str) -> None:
-    cfg = TrainConfig()
+def test_sharded_models_and_mps_are_refused(mesh: Any, message: str) -> None:
+    cfg = TrainConfig(parallel={"mode": "fsdp"})
     assert policy_device(cfg, mesh) == mesh.device
     cfg.train.process = "separate"
     with pytest.raises(UserError, match=message):
         policy_device(cfg, mesh)
-
-
-@pytest.mark.slow
-def test_fsdp_is_refused_with_one_message(small: SmallRuns) -> None:
-    run = small.launch(2, "train", small.config, *SEPARATE, "--parallel.mode", "fsdp")
-    said = run.communicate(timeout=300)[0]
-    assert run.returncode != 0 and said.count("cannot shard a model") == 1
 
 
 @pytest.mark.gpu
@@ -518,26 +472,6 @@ def begin_arguments() -> tuple[Any, ...]:
     content = updater._pickled(make_algorithm("grpo"), None)
     files = {name: (os.dup(shared.file.fileno()), shared.slots) for name, shared in updater.shared.items()}
     return content, files, torch.device("cpu"), torch.get_num_threads(), None
-
-
-def test_begin_copies_weights_and_keeps_tied_ones_tied(begin_arguments: tuple[Any, ...]) -> None:
-    worker = UpdateWorker()
-    worker.begin(*begin_arguments)
-    policy = worker.updater.policy
-    assert policy.lm_head.weight is policy.model.embed_tokens.weight
-    for name, weight in tiny_decoder().named_parameters():
-        loaded = dict(policy.named_parameters())[name]
-        assert loaded.equal(weight) and loaded.requires_grad
-        assert loaded.data_ptr() != worker.shared[WEIGHTS].tensors()[name].data_ptr()
-
-
-def test_end_writes_changed_weights_back(begin_arguments: tuple[Any, ...]) -> None:
-    worker = UpdateWorker()
-    worker.begin(*begin_arguments)
-    with torch.no_grad():
-        worker.updater.policy.model.norm.weight.fill_(7.0)
-    assert worker.end() == {}  # no step was made: there is no optimizer state
-    assert bool((worker.shared[WEIGHTS].tensors()["model.norm.weight"] == 7.0).all())
 
 
 def test_weights_that_do_not_fit_on_the_device_are_reported(

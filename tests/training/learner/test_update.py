@@ -24,7 +24,6 @@ from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.training.learner.optim import make_adamw, make_optimizer
 from assay.training.learner.pack import rows_of, with_step_inputs
 from assay.training.learner.update import Updater, mini_batches
-from assay.training.sources import mixed
 from assay.types import Group, Prompt, UserError
 
 
@@ -142,7 +141,7 @@ def test_ratios_use_the_trainers_logprobs_before_its_first_update() -> None:
     algo = make_algorithm("grpo", correction="token_truncate", correction_high=1.1, updates=2)
     groups = credited(algo)
     trained = updater(algo, token_budget=30)
-    rows = trained.recompute_logprobs(rows_of(groups, algo), algo)
+    rows = trained.with_scores(rows_of(groups, algo), algo, "trainer")
     rollouts = [r for group in groups for r in group.rollouts if r.advantage]
     for row, rollout in zip(rows, rollouts, strict=True):
         every = full_logprobs(trained.policy, rollout.token_ids)
@@ -285,13 +284,6 @@ def test_each_mini_batch_has_the_gradient_of_a_plain_loss_over_its_groups() -> N
         ref = [full_logprobs(trained.reference, r.token_ids) for group in part for r in group.rollouts]
         plain_loss(each_alone(model, part), part, ref, algo).backward()
         assert (found - gradients_of(model)).abs().max() < 1e-10
-
-
-def test_mini_batches_contain_fresh_and_replayed_groups_evenly() -> None:
-    fresh, replayed = make_groups(tiny_decoder(), groups=4), make_groups(tiny_decoder(), groups=8, seed=1)
-    batch = mixed(fresh, replayed)
-    parts = mini_batches(batch, make_algorithm("grpo", minibatch_size=3).update_count(len(batch)))
-    assert [sum(any(group is new for new in fresh) for group in part) for part in parts] == [1, 1, 1, 1]
 
 
 def test_a_batch_without_advantages_changes_neither_weights_nor_optimizer_state() -> None:

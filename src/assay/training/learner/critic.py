@@ -23,7 +23,7 @@ from assay.models.export import apply_umask
 from assay.models.logprobs import predictors
 from assay.training.learner.optim import allocate_optimizer_state, clip_gradients, optimizer_tensors
 from assay.training.learner.pack import MicroBatch, Row, pack, partition_rows, retry_on_oom, score_rows
-from assay.training.learner.parallel import is_sharded, load_sharded, parallelise, sum_gradients
+from assay.training.parallel import is_sharded, load_sharded, parallelise, sum_gradients
 from assay.types import Group, Rollout, UserError
 
 FILE = "critic.safetensors"  # in a checkpoint: weights and optimizer state

@@ -85,7 +85,7 @@ class Learner:
         return {"algorithm": self.algo.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.algo.load_state_dict(saved.get("algorithm", {}))
+        self.algo.load_state_dict(saved["algorithm"])
 
 
 # Minus the mean log-probability of the solution's tokens is REINFORCE with an advantage of 1.

@@ -225,9 +225,7 @@ def optimizer_tensors(
 
 
 def allocate_optimizer_state(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer,
-    saved: Mapping[str, Sequence[int]],
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, saved: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
     """Create the state whose names and shapes were saved, as zeros; returns the tensors by name, to be filled."""
     kinds: dict[str, list[str]] = defaultdict(list)

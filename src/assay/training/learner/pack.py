@@ -20,7 +20,7 @@ from assay.algos import Algorithm, TokenInput
 from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.models.device import upload
-from assay.training.learner.parallel import in_lockstep
+from assay.training.parallel import in_lockstep
 from assay.types import Group, Rollout, UserError
 
 MIN_SHARED = 0.1  # share of all tokens from which prefix sharing pays: attention in two parts takes a little longer

@@ -34,8 +34,8 @@ from assay.training.learner.pack import (
     weighted_rollouts,
     with_step_inputs,
 )
-from assay.training.learner.parallel import sum_gradients
 from assay.training.non_finite import Fault, diagnose_nonfinite
+from assay.training.parallel import sum_gradients
 from assay.types import Group, Progress
 
 Scorer = Literal["trainer", "reference"]
@@ -113,9 +113,9 @@ class Updater:
         records = [ScoreRecord() for _ in parts]
         with self.working(algo.needs.ref_logprobs_in_loss):
             if algo.needs.trainer_logprobs and len(parts) * passes > 1:
-                parts = [self.recompute_logprobs(rows, algo) for rows in parts]
+                parts = [self.with_scores(rows, algo, "trainer") for rows in parts]
             if algo.needs.ref_logprobs_in_loss and self.served is not None:
-                parts = [self._with_served_logprobs(rows, algo) for rows in parts]
+                parts = [self.with_scores(rows, algo, "reference") for rows in parts]
             parts = [with_step_inputs(rows, algo) for rows in parts]
             steps = [
                 self.step(rows, algo, lr, None if later else record)
@@ -138,14 +138,11 @@ class Updater:
             "optim/non_finite": float(len(self.faults)),
         }
 
-    def recompute_logprobs(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
-        """Rows with the trainer's log-probabilities before the first step."""
-        scores = self.scores(rows, algo, "trainer")
-        return [row.with_input(TRAINER_LOGPROBS, values) for row, values in zip(rows, scores, strict=True)]
-
-    def _with_served_logprobs(self, rows: Sequence[Row], algo: Algorithm) -> list[Row]:
-        scores = self.scores(rows, algo, "reference")
-        return [row.with_input(REF_LOGPROBS, values) for row, values in zip(rows, scores, strict=True)]
+    def with_scores(self, rows: Sequence[Row], algo: Algorithm, by: Scorer) -> list[Row]:
+        """Rows with log-probabilities before the first step as an input: of the trainer, or of a served reference."""
+        name = TRAINER_LOGPROBS if by == "trainer" else REF_LOGPROBS
+        scores = self.scores(rows, algo, by)
+        return [row.with_input(name, values) for row, values in zip(rows, scores, strict=True)]
 
     def ref_logprobs(self, groups: Sequence[Group], algo: Algorithm) -> list[list[float]]:
         """The reference's log-probabilities of the trained tokens, one list per rollout; stored in the rollouts too."""

@@ -1,4 +1,4 @@
-"""Facts about a run: from its summary, or from its config and metrics while it has none."""
+"""Reading of runs in which some files cannot be read, and facts about a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,30 @@ import pytest
 
 from assay.config import TrainConfig
 from assay.runs import Run
-from assay.runs.facts import RunParts, default_settings, describe, facts_of, flattened, lookup
+from assay.runs.reading import RunFiles, RunParts, default_settings, describe, facts_of, flattened, setting
 from assay.types import UserError
+
+
+def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "x": "NaN"}\nbroken\n[]\n{"step": "2"}\n{"step": 3}\n{"step": 4, "r'
+    )
+    files = RunFiles(tmp_path)
+    first, last = files.metrics()
+    assert first["step"] == 1 and first["x"] != first["x"] and last == {"step": 3}
+    assert files.problems == ["metrics.jsonl: 2 of 5 lines cannot be read"]  # the incomplete last line is no problem
+
+
+def test_missing_files_are_no_problem(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    assert files.config() == files.document("summary.json") == {} and files.metrics() == files.rollout_steps() == []
+    assert files.problems == []
+
+
+def test_folders_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("a file")
+    assert RunFiles(tmp_path).problems == ["rollouts cannot be listed (not a directory)"]
+
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
 
@@ -41,8 +63,8 @@ def test_an_invalid_config_is_one_line(tmp_path: Path) -> None:
 
 
 def test_lookup_of_a_value_that_is_no_table() -> None:
-    assert lookup({"a": {"b": 1}}, "a", "b") == 1
-    assert lookup({"a": 3}, "a", "b") is None
+    assert setting({"a": {"b": 1}}, "a.b") == 1
+    assert setting({"a": 3}, "a.b") is None
 
 
 def test_a_config_with_defaults_only_equals_the_default_settings() -> None:

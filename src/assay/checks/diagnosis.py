@@ -1,4 +1,4 @@
-"""Diagnosis of a run folder: metrics, settings and summary, and what the rollout and evaluation files show.
+"""Diagnosis of a run: all rules on metrics and summary, and what the rollout and evaluation files show.
 
 Damaged or missing files are left out: what can be read is diagnosed.
 """
@@ -12,12 +12,53 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from assay.checks.causes import Diagnosis, percent, ranked, setting
-from assay.checks.rules import diagnose
-from assay.checks.speed import slower_than_best
+from assay.checks import results, steps
+from assay.checks.causes import FIRST, Diagnosis, Row, RunHistory, Window, percent, ranked
+from assay.checks.results import slower_than_best
 from assay.runs.directory import Run
-from assay.runs.run_files import RunFiles
+from assay.runs.reading import RunFiles, setting
 from assay.types import Status, describe_error, excerpt
+
+Rule = Callable[[RunHistory], Diagnosis | None]
+# Rules that do not apply to a run whose accuracy has increased significantly, up to its end.
+LEARNING: tuple[Rule, ...] = (
+    steps.cannot_learn,
+    steps.judge_often_fails,
+    steps.stale_or_mismatched,
+    steps.learning_rate_high,
+    steps.entropy_collapse,
+    steps.length_collapse,
+    steps.length_explosion,
+    steps.kl_blow_up,
+    steps.always_clipped,
+    steps.truncated,
+    steps.few_useful_groups,
+)
+MACHINE: tuple[Rule, ...] = (results.memory_full, results.slower_than_before, results.starving)
+
+
+def diagnose(
+    rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, Any] | None = None
+) -> list[Diagnosis]:
+    """Causes that keep the run from learning or harm it, most important first; empty if nothing is wrong.
+
+    A cause that is only a consequence of another one in the list is left out. `rows`: lines of metrics.jsonl; of a long
+    run, the first and the last steps are enough. `summary`: of a finished run, for which any number of steps is
+    evidence. If its accuracy has increased significantly and is not far below the best one during the run, only causes
+    that concern the machine remain.
+    """
+    run = RunHistory([row for row in rows if "reward/mean" in row], config, finished=summary is not None)
+    fallen = results.fell_from_best(run)
+    gained = summary is not None and results.has_gained(summary) and fallen is None
+    found = [fallen, *(rule(run) for rule in (*(() if gained else LEARNING), *MACHINE))]
+    if summary is not None and not gained:
+        found.append(results.not_significant(summary, config))
+        if not Window(run.steps[FIRST:], run.first, config).improving:
+            found.append(results.unchanged_accuracy(summary, config))
+    return ranked(cause for cause in found if cause is not None)
+
+
+# Run folders
 
 UNEXPECTED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # values of a damaged file
 SHOWN = 3  # examples of a cause

@@ -1,8 +1,10 @@
-"""Rules on results, memory and throughput."""
+"""Rules on results, memory and throughput, and the best throughput of this machine."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 from metric_rows import CONFIG, names, steps, summary
 
-from assay.checks import diagnose
-from assay.checks.history import FIRST, LONG
-from assay.checks.results import problems_needed
+from assay.checks import diagnose, diagnose_run
+from assay.checks.causes import FIRST, LONG
+from assay.checks.results import problems_needed, record_speed
 from assay.evals.stats import mcnemar
+from assay.runs import Run
+from assay.runs.reading import RunFiles
 
 
 def test_a_difference_that_may_be_chance_is_a_note_with_the_number_of_problems_needed() -> None:
@@ -100,3 +104,54 @@ def test_an_asynchronous_run_in_which_one_half_waits_for_the_other_is_reported(
     assert [cause.name for cause in found] == (["starving"] if key else [])
     assert all("60 % of the time" in cause.evidence and key in cause.remedy for cause in found)
     assert not diagnose(rows[1:], config) and not diagnose(steps(LONG, {metric: 0.4}), config)
+
+
+SETTINGS = '[model]\nsource = "preset:nano"\n[train]\nsamples = {samples}\n'
+
+
+def make_run(folder: Path, name: str, speed: float, samples: int = 4, seconds: float = 2.0) -> Run:
+    run = Run.create(folder, name, SETTINGS.format(samples=samples))
+    rows = steps(8, {"time/tokens_per_s": speed, "time/generate": seconds})
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.close()
+    return run
+
+
+def record(run: Run) -> None:
+    record_speed(run.path, RunFiles(run.path).metrics(), RunFiles(run.path).config())
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_run_is_compared_with_the_best_one_of_the_same_work(tmp_path: Path) -> None:
+    for name, speed in (("first", 800.0), ("best", 1000.0), ("other", 900.0)):
+        record(make_run(tmp_path, name, speed))
+    (cause,) = diagnose_run(make_run(tmp_path, "slow", 200.0))
+    assert cause.name == "slow" and "1,000 in run best" in cause.evidence and "200 tokens" in cause.evidence
+    assert not diagnose_run(make_run(tmp_path, "half", 500.0))
+    assert not diagnose_run(make_run(tmp_path, "other-work", 200.0, samples=8))
+
+
+def test_runs_of_other_machines_are_not_compared(tmp_path: Path) -> None:
+    record(make_run(tmp_path, "best", 1000.0))
+    slow = make_run(tmp_path, "slow", 200.0)
+    assert diagnose_run(slow)
+    file = slow.path / "environment.json"
+    content = json.loads(file.read_text())
+    content["machine"]["host"] = "elsewhere"
+    file.write_text(json.dumps(content))
+    assert not diagnose_run(slow)
+    file.unlink()
+    assert not diagnose_run(slow)
+
+
+def test_short_steps_are_not_recorded_and_a_missing_cache_is_no_error(tmp_path: Path, cache: Path) -> None:
+    record(make_run(tmp_path, "short", 1000.0, seconds=0.1))
+    assert not cache.exists()
+    cache.write_text("not a folder")
+    record(make_run(tmp_path, "run", 1000.0))
+    assert not diagnose_run(make_run(tmp_path, "slow", 200.0))

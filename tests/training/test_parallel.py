@@ -1,13 +1,19 @@
-"""Parallel layouts: the choice of a mode, gradient sums and norms, and running out of memory on one rank."""
+"""Parallel layouts: the choice of a mode, gradient sums and norms, memory, optimizer state; equal to one process."""
 
 from __future__ import annotations
 
 import copy
+import errno
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from mesh_parts import SPECS, STEPS, Case, muon_updater, train, train_cases, trained_muon_updater
 from processes import start
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from train_parts import cramped, make_groups, tiny_decoder
 
@@ -15,11 +21,24 @@ from assay.algos import make_algorithm
 from assay.mesh import Mesh, init_mesh
 from assay.models import HFModel
 from assay.models.logprobs import token_logprobs
-from assay.training.learner import parallel
-from assay.training.learner.optim import clip_gradients, make_adamw
+from assay.runs import checkpoints
+from assay.runs.files import disk_error
+from assay.text import char_tokenizer
+from assay.training import checkpoint, parallel
+from assay.training.learner.optim import clip_gradients, make_adamw, optimizer_tensors
 from assay.training.learner.pack import Row, rows_of
-from assay.training.learner.parallel import in_lockstep, is_fsdp, parallelise, pick_mode, sum_gradients
 from assay.training.learner.update import Updater
+from assay.training.parallel import (
+    in_lockstep,
+    is_fsdp,
+    is_sharded,
+    load_sharded,
+    parallelise,
+    pick_mode,
+    save_sharded,
+    saved_shapes,
+    sum_gradients,
+)
 from assay.types import UserError
 
 ALGO = make_algorithm("grpo")
@@ -166,3 +185,109 @@ def all_checks(mesh: Mesh) -> None:
 @pytest.mark.slow
 def test_two_ranks_sum_gradients_norms_and_budgets() -> None:
     start(2, all_checks)
+
+
+def differences(case: Case, folder: Path) -> tuple[float, float]:
+    """Largest differences from one process: of any metric of any step (relative above 1), and of any final weight."""
+    metrics, weights = train(Case(case.family, double=case.double), Mesh())
+    left = json.loads((folder / f"{case.name}.json").read_text())
+    found = load_file(folder / f"{case.name}.safetensors")
+    assert len(set(left["fingerprints"])) == 1, "ranks hold different weights"
+    assert weights.keys() == found.keys() and len(left["metrics"]) == STEPS
+    assert metrics[0]["optim/grad_norm"] > 0.1 and metrics[0]["policy/kl"] > 0.1  # clipped, and with a reference
+    gaps = []
+    for here, there in zip(metrics, left["metrics"], strict=True):
+        assert here.keys() == there.keys()
+        gaps += [abs(here[key] - there[key]) / max(1.0, abs(here[key])) for key in here]
+    return max(gaps), max(float((weights[name] - found[name]).abs().max()) for name in weights)
+
+
+def check(world: int, cases: list[Case], folder: Path) -> None:
+    start(world, train_cases, folder, cases)
+    for case in cases:
+        metric, weight = differences(case, folder)
+        limit = 1e-9 if case.double else 1e-4
+        assert metric < limit and weight < limit, (case.name, metric, weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_layout_of_every_family_equals_one_process(world: int, tmp_path: Path) -> None:
+    layouts = [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)]
+    cases = [Case(f, mode, tp, double) for f in SPECS for mode, tp in layouts for double in (True, False)]
+    check(world, cases, tmp_path)
+
+
+TENSORS = {"a|exp_avg": torch.randn(3, 4, dtype=torch.float64), "b|momentum": torch.randn(5), "a|step": torch.tensor(3)}
+
+
+def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_sharded(tmp_path / "parts", TENSORS, Mesh())
+    (tmp_path / "whole").mkdir()
+    save_file(TENSORS, tmp_path / "whole" / "optimizer.safetensors")
+    (tmp_path / "several").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FILE_BYTES", 50)
+        checkpoint.write_files(checkpoint.files_of(TENSORS, tmp_path / "several"))
+    assert len(list((tmp_path / "several").iterdir())) == 2
+    for folder in (tmp_path / "parts", tmp_path / "whole", tmp_path / "several"):
+        assert {file.suffix for file in folder.iterdir()} == {".safetensors"}  # and no pickle
+        assert saved_shapes(folder) == {name: tensor.shape for name, tensor in TENSORS.items()}
+        found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+        load_sharded(folder, found)
+        assert all(found[name].equal(tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_plain_module_is_not_sharded() -> None:
+    assert not is_sharded(nn.Linear(2, 2))
+
+
+LAYOUTS = ((1, "ddp"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"))  # tensor-parallel ranks of four, and the others' mode
+
+
+def moments(found: Updater) -> dict[str, Tensor]:
+    tensors = optimizer_tensors(found.policy.named_parameters(), found.optimizer)
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+
+
+def move(_: Mesh, folder: Path) -> None:
+    """State saved in any layout is loaded bit by bit in any other."""
+    for step, layout in enumerate(LAYOUTS):
+        saved = trained_muon_updater(*layout)
+        checkpoint.save(folder, {"step": step}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
+        assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == is_sharded(saved.policy)
+        assert checkpoints.last_intact(folder) == (step, [])
+        expected = moments(saved)
+        assert len(expected) > 20
+        for other in LAYOUTS:
+            found = muon_updater(*other)
+            checkpoint.load_optimizer(folder, step, found.policy, found.optimizer)
+            got = moments(found)
+            assert got.keys() == expected.keys() and all(got[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_optimizer_state_moves_between_layouts(tmp_path: Path) -> None:
+    start(4, move, tmp_path)
+
+
+def fill_disk(mesh: Mesh, folder: Path) -> None:
+    saved = trained_muon_updater(1, "fsdp")
+    checkpoint.save(folder, {"step": 1}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if mesh.rank == 1:
+        dcp.HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign, assignment]
+    kind, said = (UserError, "the disk is full") if mesh.is_main else (RuntimeError, "No space left")
+    with pytest.raises(kind, match=said) as caught:
+        checkpoint.save(folder, {"step": 2}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
+    assert mesh.is_main or disk_error(caught.value)
+    mesh.barrier()
+    assert checkpoints.last_intact(folder) == (1, []) and not checkpoints.unfinished(folder, 2).exists()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
+    start(2, fill_disk, tmp_path)

@@ -1,4 +1,4 @@
-"""bench/serve.py: a model with random weights, and the load generator against a server on it."""
+"""bench/serve.py and bench/view.py: all answers to the load are counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import view  # bench/view.py
 from serve_parts import command
+
+from assay.runs import read_rollouts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(ROOT / "bench" / "serve.py")
@@ -40,3 +43,26 @@ def test_errors_are_reported(tmp_path: Path) -> None:
     words = ["load", "http://127.0.0.1:9", "--model", "bench", "--clients", "1", "--processes", "1", "--cold"]
     done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
     assert done.returncode == 1 and json.loads(done.stdout)["errors"] == 1
+
+
+def test_the_run_is_written_as_training_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "EVALUATED", 5)
+    writer = view.Writer()
+    path = writer.write(tmp_path, 2 * view.PROMPTS * view.SAMPLES)
+    groups = read_rollouts(path, 2)
+    assert [len(group.rollouts) for group in groups] == [view.SAMPLES] * view.PROMPTS
+    rollout = groups[0].rollouts[0]
+    assert writer.tokenizer.decode(rollout.turns[0].completion.token_ids) == rollout.text
+    assert len({group.prompt.question for group in groups}) == view.PROMPTS
+    assert writer.prompt("train", 3) == writer.prompt("train", 3)
+
+
+@pytest.mark.slow
+def test_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(view, "EVALUATED", 20)
+    result = tmp_path / "view.json"
+    view.main(["--rollouts", "512", "--count", "2", "--json", str(result)])
+    content = json.loads(result.read_text())
+    assert content["run"]["rollouts"] == 512 and content["index_s"] > 0
+    assert len(content["rows"]) == len(view.requests(2, view.random.Random(0))) + 2
+    assert all(0 < row["p50_ms"] <= row["max_ms"] for row in content["rows"])
