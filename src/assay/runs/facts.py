@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from assay.config import TrainConfig
 from assay.runs.console import finite
-from assay.runs.directory import Run
-from assay.runs.files import read_json
-from assay.types import UserError, hide_credentials
 
 
 @dataclass(frozen=True)
@@ -24,19 +20,6 @@ class RunParts:
     summary: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-
-
-def describe(run: Run) -> dict[str, Any]:
-    """Facts about a run. Raises if one of its files is damaged."""
-    parts = RunParts(
-        state=run.state,
-        config=read_config(run),
-        rows=run.read_metrics(),
-        summary=run.read_summary(),
-        status=run.read_status(),
-        environment=read_json(run.path / "environment.json"),
-    )
-    return facts_of(parts, run.name, str(run.path))
 
 
 def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
@@ -65,13 +48,6 @@ def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
         low, high = last(rows, "before/low"), last(rows, "before/high")
         facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
     return facts
-
-
-def read_config(run: Run) -> dict[str, Any]:
-    try:
-        return tomllib.loads(hide_credentials(run.config_toml))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): fix it or delete the run") from error
 
 
 def planned_steps(config: Mapping[str, Any]) -> int | None:

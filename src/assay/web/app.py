@@ -32,9 +32,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from assay.system.http_server import is_same_origin, limit_headers
 from assay.types import describe_error
-from assay.web.activity import activity
 from assay.web.data import RunView, ViewError, plain
-from assay.web.index import TRAIN
+from assay.web.index import TRAIN, activity
 from assay.web.library import Library
 from assay.web.table import Integer, Names, RolloutFilter, Text
 

@@ -1,6 +1,7 @@
 """Two evaluations question by question: which were gained, which were lost, and a paired test.
 
-The same as `assay.evals.pairs`, from the index instead of the files.
+Two questions are the same if their ids, texts and gold answers are the same: generated problems can have the same id
+and differ. System messages are not compared, because they are part of what may differ between runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.evals.stats import paired_p_value
+from assay.evals.stats import difference_interval, paired_p_value
 from assay.web.data import RunView, ViewError, evaluation_facts
 from assay.web.index import IndexedFile, fold
 from assay.web.table import OK
@@ -45,15 +46,40 @@ class Questions:
 
 
 class Pairing:
-    """The common questions of two evaluations, in the order of the first."""
+    """The common questions of two evaluations, in the order of the first.
+
+    Without common questions, all questions of A are compared with all of B: `p_value` is None, and nothing is gained or
+    lost.
+    """
 
     def __init__(self, a: Questions, b: Questions) -> None:
         self.a, self.b = a, b
         self.keys = [key for key in a.shares if key in b.shares]
-        self.unpaired = len(a.shares) + len(b.shares) - 2 * len(self.keys)
         self.changes = {key: change_of(a.shares[key], b.shares[key]) for key in self.keys}
-        self.shares = [np.array([side.shares[key] for key in self.keys]) for side in (a, b)]
+        self.shares = [np.array([side.shares[key] for key in self.keys or side.shares]) for side in (a, b)]
         self.p_value = paired_p_value(*self.shares) if self.keys else None
+
+    def facts(self) -> dict[str, Any]:
+        """Accuracies on the compared questions, their difference, and the ids of questions gained and lost."""
+        was, now = self.shares
+        common = len(self.keys)
+        return {
+            "paired": common > 0,
+            "questions": common,
+            "only_a": len(self.a.shares) - common,
+            "only_b": len(self.b.shares) - common,
+            "accuracy_a": float(was.mean()),
+            "accuracy_b": float(now.mean()),
+            "difference": float(now.mean()) - float(was.mean()),
+            "ci95": difference_interval(was, now, paired=common > 0),
+            "p_value": self.p_value,
+            **{
+                name: [self.a.prompts[key][0] for key in self.keys if self.changes[key] == name] for name in CHANGES[:2]
+            },
+        }
+
+    def _changed(self, change: str) -> list[str]:
+        return [self.a.prompts[key][0] for key in self.keys if self.changes[key] == change]
 
 
 def change_of(before: float, after: float) -> str:
@@ -85,15 +111,13 @@ def compare(
     prompts = pairing.a.prompts
     found = [key for key in pairing.keys if not folded or any(folded in fold(text) for text in prompts[key])]
     chosen = [key for change in SHOWN[show] for key in found if pairing.changes[key] == change]
-    counts = dict.fromkeys(CHANGES, 0)
-    for change in pairing.changes.values():
-        counts[change] += 1
+    counts = Counter(pairing.changes.values())
     return {
         "a": {"run": a[0].id, **evaluation_facts(files[0][1].place, files[0][1])},
         "b": {"run": b[0].id, **evaluation_facts(files[1][1].place, files[1][1])},
-        "counts": counts,
+        "counts": {change: counts[change] for change in CHANGES},
         "p_value": pairing.p_value,
-        "unpaired": pairing.unpaired,
+        "unpaired": len(pairing.a.shares) + len(pairing.b.shares) - 2 * len(pairing.keys),
         "total": len(chosen),
         "rows": [_row(pairing, key, files) for key in chosen[offset : offset + limit]],
     }

@@ -24,7 +24,6 @@ from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.files import json_object, to_json
 from assay.runs.run_files import RunFiles
 from assay.types import describe_error
-from assay.web.activity import activity
 from assay.web.folder import MAX_DEPTH, RunFolder, Stamp, is_deeper, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
@@ -35,14 +34,23 @@ from assay.web.index import (
     IndexedFile,
     Place,
     RunIndex,
+    activity,
     file_name,
     place_of,
     read_arrays,
     read_file,
 )
-from assay.web.lines import cleaned, context_spans, problem_of_arrays, skip_reason, token_columns, turns_of
+from assay.web.rollout import (
+    RunTokenizer,
+    cleaned,
+    context_spans,
+    load_tokens,
+    problem_of_arrays,
+    skip_reason,
+    token_columns,
+    turns_of,
+)
 from assay.web.table import ALL_EVALUATIONS, CHANGES, OK, RolloutFilter, RolloutTable, TextSearch
-from assay.web.tokens import RunTokenizer, load_tokens
 
 FACTS = (
     *("path", "state", "error", "started", "task", "model", "algorithm", "seed", "steps", "steps_planned"),

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from assay.evals.stats import difference_interval
 from assay.web.compare import compare, paired
 from assay.web.data import RunView, ViewError
 from assay.web.index import TRAIN, IndexedFile
@@ -50,16 +49,10 @@ def first_and_last(view: RunView) -> tuple[IndexedFile, IndexedFile] | None:
 
 
 def paired_facts(view: RunView) -> dict[str, Any] | None:
-    """Comparison of the answers before and after training: difference, interval, p-value; None if it is impossible."""
+    """Comparison of the answers before and after training; None if it is impossible."""
     files = first_and_last(view)
     pairing = paired(*files) if files else None
-    if pairing is None or not pairing.keys:
-        return None
-    was, now = pairing.shares
-    counts = {name: list(pairing.changes.values()).count(name) for name in ("gained", "lost")}
-    interval = difference_interval(was, now)
-    return {**counts, "difference": float(now.mean() - was.mean()), "ci95": interval, "p_value": pairing.p_value,
-            "questions": len(pairing.keys)}  # fmt: skip
+    return pairing.facts() if pairing and pairing.keys else None
 
 
 def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], list[str]]:

@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from assay.web.activity import activity
-from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, file_name, fold
+from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, activity, file_name, fold
 
 OK = STATUSES.index("ok")
 ALL_EVALUATIONS = "eval"  # as a source
