@@ -15,7 +15,7 @@ from assay.evals.report import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
 from assay.types import Group, Status
-from assay.web.compare import change_of, compare, paired
+from assay.web.compare import CompareQuery, change_of, compare, paired
 from assay.web.data import RunView, ViewError
 
 BEFORE, AFTER = "step-000000-before-test", "step-000005-after-test"
@@ -30,7 +30,7 @@ def evaluated(runs: Path, before: dict[str, list[str]], after: dict[str, list[st
 
 
 def result(view: RunView, **options: Any) -> dict[str, Any]:
-    return compare((view, BEFORE), (view, AFTER), **options)
+    return compare(view, view, CompareQuery(run_a="one", a=BEFORE, run_b="one", b=AFTER, **options))
 
 
 def test_gained_and_lost_questions_equal_those_of_the_evaluation(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_evaluations_without_common_questions(tmp_path: Path) -> None:
         result(view)
     assert caught.value.status == 400
     with pytest.raises(ViewError, match="there is no evals/nope"):
-        compare((view, "nope"), (view, AFTER))
+        compare(view, view, CompareQuery(run_a="one", a="nope", run_b="one", b=AFTER))
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_comparisons_are_computed_once(tmp_path: Path) -> None:
     files = [view.evaluation(name) for name in (BEFORE, AFTER)]
     assert paired(*files) is paired(*files)
     write_rollouts(view.folder.root, 5, [group_of("q1", ["ok"], "again")], "eval", split="after-test")
-    assert compare((view, BEFORE), (view, AFTER))["counts"]["same_correct"] == 1
+    assert result(view)["counts"]["same_correct"] == 1
 
 
 def test_kinds_of_change() -> None:

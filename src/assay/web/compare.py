@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from assay.evals.stats import difference_interval, paired_p_value
 from assay.web.data import RunView, ViewError, evaluation_facts
 from assay.web.index import IndexedFile, fold
-from assay.web.table import OK
+from assay.web.table import OK, Page, Text
 
 CHANGES = ("gained", "lost", "same_correct", "same_wrong")
 SHOWN = {"changed": CHANGES[:2], "gained": CHANGES[:1], "lost": CHANGES[1:2], "all": CHANGES}
@@ -94,32 +94,37 @@ def paired(a: IndexedFile, b: IndexedFile) -> Pairing:
     return Pairing(Questions(a), Questions(b))
 
 
-def compare(
-    a: tuple[RunView, str],
-    b: tuple[RunView, str],
-    show: str = "changed",
-    search: str = "",
-    offset: int = 0,
-    limit: int = 50,
-) -> dict[str, Any]:
+class CompareQuery(Page):
+    """Two evaluations by the ids of their runs and their names, and which questions are listed."""
+
+    run_a: Text
+    a: Text
+    run_b: Text
+    b: Text
+    show: Literal["changed", "gained", "lost", "all"] = "changed"
+
+
+def compare(view_a: RunView, view_b: RunView, query: CompareQuery) -> dict[str, Any]:
     """Compare two evaluations, of one run or of two."""
-    files = [(view, view.evaluation(name)) for view, name in (a, b)]
+    files = [(view_a, view_a.evaluation(query.a)), (view_b, view_b.evaluation(query.b))]
     pairing = paired(files[0][1], files[1][1])
     if not pairing.keys:
         raise ViewError("the two evaluations have no question in common", 400)
-    folded = fold(search)
+    folded = fold(query.search)
     prompts = pairing.a.prompts
     found = [key for key in pairing.keys if not folded or any(folded in fold(text) for text in prompts[key])]
-    chosen = [key for change in SHOWN[show] for key in found if pairing.changes[key] == change]
+    chosen = [key for change in SHOWN[query.show] for key in found if pairing.changes[key] == change]
     counts = Counter(pairing.changes.values())
     return {
-        "a": {"run": a[0].id, **evaluation_facts(files[0][1].place, files[0][1])},
-        "b": {"run": b[0].id, **evaluation_facts(files[1][1].place, files[1][1])},
+        **{
+            side: {"run": view.id, **evaluation_facts(file.place, file)}
+            for side, (view, file) in zip("ab", files, strict=True)
+        },
         "counts": {change: counts[change] for change in CHANGES},
         "p_value": pairing.p_value,
         "unpaired": len(pairing.a.shares) + len(pairing.b.shares) - 2 * len(pairing.keys),
         "total": len(chosen),
-        "rows": [_row(pairing, key, files) for key in chosen[offset : offset + limit]],
+        "rows": [_row(pairing, key, files) for key in chosen[query.offset : query.offset + query.limit]],
     }
 
 

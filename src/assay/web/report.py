@@ -28,7 +28,7 @@ from assay.runs.console import duration, percent, printable
 from assay.runs.curves import X_LABELS
 from assay.runs.facts import default_settings, flattened
 from assay.types import describe_error, hide_credentials, plural
-from assay.web.data import RunView, plain
+from assay.web.data import MetricsQuery, RunView, plain
 from assay.web.folder import finite_number
 from assay.web.samples import ReportLimits, Samples, cut, paired_facts, select_samples
 
@@ -92,7 +92,7 @@ def render(view: RunView, content: ReportContent, limits: ReportLimits, shortene
     samples, problems = select_samples(view, limits) if limits.samples else ([], [])
     content = replace(content, problems=[*content.problems, *problems])
     data = {
-        "metrics": {x: rounded(view.metrics(x=x, points=limits.points)) for x in X_LABELS},
+        "metrics": {x: rounded(view.metrics(MetricsQuery(x=x, points=limits.points))) for x in X_LABELS},
         "tokens": [one["tokens"] for kind in samples for one in kind.rollouts if one["tokens"]],
         "intervals": accuracy_intervals(content.detail),
     }
