@@ -19,7 +19,7 @@ from docs_parts import BLOCK, ROOT, block, blocks, command_lines
 from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, main, parse
 from assay.config import TrainConfig
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings
 from assay.training import run as train_run
 from assay.types import UserError
 
@@ -58,7 +58,7 @@ def check_command(words: list[str]) -> None:
         if module.SETTINGS is not TrainConfig and file is not None:  # only some settings of the file are used
             load_settings(TrainConfig, file, {})
             file = None
-        load_settings(module.SETTINGS, file, parse_overrides(args.overrides))
+        load_settings(module.SETTINGS, file, args.overrides)
 
 
 def output_after(page: Path, command: str) -> list[str]:

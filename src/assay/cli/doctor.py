@@ -15,7 +15,7 @@ from pathlib import Path
 from assay.checks import Diagnosis
 from assay.checks.folder import diagnose_files
 from assay.config import TrainConfig
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings
 from assay.runs import Run
 from assay.runs.directory import access_problem
 from assay.runs.files import to_json
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    overrides = parse_overrides(args.overrides)
+    overrides = args.overrides
     path = Path(args.target).expanduser()
     error = ""  # with which the run has ended
     problems: list[str] = []  # files that cannot be read

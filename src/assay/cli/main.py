@@ -174,12 +174,23 @@ def make_parser(module: ModuleType, program: str) -> Parser:
 
 
 def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namespace:
-    """A command with SETTINGS takes any --section.key VALUE besides its own options."""
+    """A command with SETTINGS takes any --section.key VALUE besides its own options.
+
+    They become `overrides`, a dictionary, and `settings`, the words. An option that is short for a setting has its key
+    as `dest`.
+    """
     parser = make_parser(module, program)
     if not hasattr(module, "SETTINGS"):
         return parser.parse_args(words)
-    own, overrides = split_words(words, parser, module.SETTINGS)
-    return parser.parse_args(own, argparse.Namespace(overrides=overrides))
+    from assay.config.settings import literal, parse_overrides
+
+    own, settings = split_words(words, parser, module.SETTINGS)
+    args = parser.parse_args(own)
+    short = {key: value for key, value in vars(args).items() if "." in key and value is not None}
+    args.settings = settings
+    args.overrides = parse_overrides(settings)
+    args.overrides |= {key: literal(value) if isinstance(value, str) else value for key, value in short.items()}
+    return args
 
 
 def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[str], list[str]]:
