@@ -27,22 +27,22 @@ class Questions:
     """The questions of an evaluation: share of correct answers, and the lines of the answers."""
 
     def __init__(self, file: IndexedFile) -> None:
+        rows = {name: file.rows[name].tolist() for name in ("group", "index", "prompt", "question", "status")}
         groups: dict[int, list[int]] = {}
-        for position, group in enumerate(file.rows["group"].tolist()):
+        for position, group in enumerate(rows["group"]):
             if group >= 0:  # else the line is damaged
                 groups.setdefault(group, []).append(position)
-        correct = file.rows["status"] == OK
         seen: Counter[int] = Counter()
         self.shares: dict[Key, float] = {}
         self.lines: dict[Key, list[int]] = {}
         self.prompts: dict[Key, tuple[str, str]] = {}
         for positions in groups.values():
-            question = int(file.rows["question"][positions[0]])
+            question = rows["question"][positions[0]]
             key = question, seen[question]
             seen[question] += 1
-            self.shares[key] = float(correct[positions].mean())
-            self.lines[key] = file.rows["index"][positions].tolist()
-            self.prompts[key] = file.prompts[file.rows["prompt"][positions[0]]]
+            self.shares[key] = sum(rows["status"][position] == OK for position in positions) / len(positions)
+            self.lines[key] = [rows["index"][position] for position in positions]
+            self.prompts[key] = file.prompts[rows["prompt"][positions[0]]]
 
 
 class Pairing:
@@ -124,25 +124,27 @@ def compare(view_a: RunView, view_b: RunView, query: CompareQuery) -> dict[str, 
         "p_value": pairing.p_value,
         "unpaired": len(pairing.a.shares) + len(pairing.b.shares) - 2 * len(pairing.keys),
         "total": len(chosen),
-        "rows": [_row(pairing, key, files) for key in chosen[query.offset : query.offset + query.limit]],
+        "rows": _rows(pairing, chosen[query.offset : query.offset + query.limit], files),
     }
 
 
-def _row(pairing: Pairing, key: Key, files: list[tuple[RunView, IndexedFile]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"prompt_id": pairing.a.prompts[key][0], "change": pairing.changes[key]}
+def _rows(pairing: Pairing, keys: list[Key], files: list[tuple[RunView, IndexedFile]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"prompt_id": pairing.a.prompts[key][0], "change": pairing.changes[key]} for key in keys
+    ]
     for side, (view, file), questions in zip("ab", files, (pairing.a, pairing.b), strict=True):
-        indices = questions.lines[key]
-        line = view.line(file, indices[0])
-        verdict = line.get("verdict")
-        if side == "a":
-            row |= {name: line.get(name) for name in ("messages", "answer")}
-        row[side] = {
-            **{name: line.get(name) for name in ("text", "reward", "length")},
-            **{name: verdict.get(name) if isinstance(verdict, dict) else None for name in ("status", "parsed")},
-            "index": indices[0],
-            "step": file.place.step,
-            "source": file.place.source,
-            "samples": len(indices),
-            "share": questions.shares[key],
-        }
-    return row
+        lines = view.lines(file, [questions.lines[key][0] for key in keys])
+        for row, key, line in zip(rows, keys, lines, strict=True):
+            verdict = line.get("verdict")
+            if side == "a":
+                row |= {name: line.get(name) for name in ("messages", "answer")}
+            row[side] = {
+                **{name: line.get(name) for name in ("text", "reward", "length")},
+                **{name: verdict.get(name) if isinstance(verdict, dict) else None for name in ("status", "parsed")},
+                "index": questions.lines[key][0],
+                "step": file.place.step,
+                "source": file.place.source,
+                "samples": len(questions.lines[key]),
+                "share": questions.shares[key],
+            }
+    return rows

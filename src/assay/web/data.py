@@ -69,6 +69,7 @@ FACTS = (
 )
 MAX_PROBLEMS = 20  # that are listed; the others are counted
 FINDINGS_WAIT_S = 0.05  # for findings that are not known yet
+READY_WAIT_S = 3.0  # before a diagnosis, for the index: the lists are needed first
 FINDINGS_PAUSE_S = 10.0  # at least, between two diagnoses of a run in progress
 INDEX_WAIT_S = 0.08  # for the index of a small run
 TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
@@ -219,6 +220,8 @@ class RunView:
         return self._findings, self._findings_problem
 
     def _diagnose(self) -> None:
+        if self._request_index is not None:
+            self._ready.wait(READY_WAIT_S)
         start = time.monotonic()
         try:
             self.folder.check_regular()
@@ -299,7 +302,7 @@ class RunView:
     def rollout(self, source: str, step: int, index: int) -> dict[str, Any]:
         """One rollout with its tokens."""
         file = self._file(source, step)
-        line = self.line(file, index)
+        (line,) = self.lines(file, [index])
         tokens, tokens_problem, context_texts = self._token_table(file, index, line)
         return {
             **line,
@@ -318,7 +321,7 @@ class RunView:
         indices = file.rows["index"][file.rows["group"] == group].tolist()
         if not indices:
             raise ViewError(f"step {step} has no group {group}")
-        lines = [self.line(file, index) for index in indices]
+        lines = self.lines(file, indices)
         rollouts = [
             {
                 **{name: line.get(name) for name in ANSWER_FIELDS},
@@ -372,17 +375,21 @@ class RunView:
             raise ViewError(f"there is no {name.removesuffix('.jsonl')}")
         return read_file(self.folder, name, repr(stamp))[0]
 
-    def line(self, file: IndexedFile, index: int) -> dict[str, Any]:
-        """One line of a rollout file. Numbers that are not finite are None."""
-        position = file.position(index)
-        if position is None:
-            raise ViewError(f"{file.name} has no rollout {index}, or its line cannot be read")
+    def lines(self, file: IndexedFile, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Lines of a rollout file. Numbers that are not finite are None."""
+        found = []
         with self.folder.open(file.name) as opened:
-            opened.seek(int(file.rows["start"][position]))
-            value = json_object(opened.read(int(file.rows["size"][position])))
-        if value is None or is_deeper(value, MAX_DEPTH):
-            raise ViewError(f"line {index + 1} of {file.name} cannot be read, or has changed: load the page again")
-        return cleaned(value)
+            for index in indices:
+                position = file.position(index)
+                if position is None:
+                    raise ViewError(f"{file.name} has no rollout {index}, or its line cannot be read")
+                opened.seek(int(file.rows["start"][position]))
+                value = json_object(opened.read(int(file.rows["size"][position])))
+                if value is None or is_deeper(value, MAX_DEPTH):
+                    what = f"line {index + 1} of {file.name} cannot be read, or has changed"
+                    raise ViewError(f"{what}: load the page again")
+                found.append(cleaned(value))
+        return found
 
     # Tokens
 
