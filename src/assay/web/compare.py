@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from assay.evals.stats import difference_interval, paired_p_value
+from assay.evals.stats import difference_interval, paired_test
 from assay.web.data import RunView, ViewError, evaluation_facts
 from assay.web.index import IndexedFile, fold
 from assay.web.table import OK, Page, Text
@@ -57,7 +57,7 @@ class Pairing:
         self.keys = [key for key in a.shares if key in b.shares]
         self.changes = {key: change_of(a.shares[key], b.shares[key]) for key in self.keys}
         self.shares = [np.array([side.shares[key] for key in self.keys or side.shares]) for side in (a, b)]
-        self.p_value = paired_p_value(*self.shares) if self.keys else None
+        self.p_value = paired_test(self.shares[0], self.shares[1], seed=0).p_value if self.keys else None
 
     def facts(self) -> dict[str, Any]:
         """Accuracies on the compared questions, their difference, and the ids of questions gained and lost."""

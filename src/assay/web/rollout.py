@@ -155,24 +155,11 @@ class RunTokenizer:
         Of a character that takes several tokens, the last token has the text. The tokens of such characters, and
         those that are not valid UTF-8, have their bytes in the second result.
         """
-        texts = self._streamed(ids)
-        whole = self.decode(ids)
-        if texts is None or not whole.startswith("".join(texts)):
-            detokenizer = Detokenizer(self.decode)
-            texts = [detokenizer.add([index]) for index in ids]
-        rest = whole.removeprefix("".join(texts))
-        if texts and rest:
-            texts[-1] += rest
+        detokenizer = Detokenizer(self.decode)
+        texts = [detokenizer.add([index]) for index in ids]
+        if texts:
+            texts[-1] += detokenizer.finish()
         return texts, self._bytes_of(ids, texts)
-
-    def _streamed(self, ids: Sequence[int]) -> list[str] | None:
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=False)
-        try:
-            return [stream.step(self._backend, index) or "" for index in ids]
-        except Exception:  # the library raises plain exceptions for invalid sequences of bytes
-            return None
 
     def _bytes_of(self, ids: Sequence[int], texts: Sequence[str]) -> dict[int, str]:
         found: dict[int, str] = {}
