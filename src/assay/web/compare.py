@@ -73,9 +73,8 @@ class Pairing:
             "difference": float(now.mean()) - float(was.mean()),
             "ci95": difference_interval(was, now, paired=common > 0),
             "p_value": self.p_value,
-            **{
-                name: [self.a.prompts[key][0] for key in self.keys if self.changes[key] == name] for name in CHANGES[:2]
-            },
+            "gained": self._changed("gained"),
+            "lost": self._changed("lost"),
         }
 
     def _changed(self, change: str) -> list[str]:
