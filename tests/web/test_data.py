@@ -166,14 +166,6 @@ def test_skipped_batches_are_shown_and_told_apart(tmp_path: Path) -> None:
     assert len(view.group("skipped", 2, 0)["rollouts"]) == 2
 
 
-def test_texts_of_tokens(view: RunView) -> None:
-    char_tokenizer().save(view.folder.root / "tokenizer")
-    view.tokens(60.0)
-    rollout = view.rollout("train", 2, 1)
-    assert "".join(rollout["tokens"]["text"]) == "what is p1?Second Try 1<eos>" and rollout["tokens_problem"] is None
-    assert [turn["text"] for turn in rollout["turns"]] == ["what is p1?", "Second Try 1"]
-
-
 def test_an_episode_with_several_turns(tmp_path: Path) -> None:
     path, prompt = make_run(tmp_path), prompt_of("p", "go")
     char_tokenizer().save(path / "tokenizer")
@@ -238,16 +230,6 @@ def test_rollouts_that_do_not_exist(view: RunView, source: str, step: int, index
     assert caught.value.status == 404
 
 
-def test_new_and_deleted_rollouts(view: RunView) -> None:
-    assert listed(view)["total"] == 12
-    write_rollouts(view.folder.root, 4, [group_of("p9", ["ok"])])
-    assert listed(view)["total"] == 13
-    rollouts.prune(view.folder.root, keep=1)
-    assert listed(view)["total"] == 1 and view.current_table().prompts(PromptsQuery())["total"] == 1
-    with pytest.raises(ViewError, match="there is no rollouts/step-000001"):
-        view.rollout("train", 1, 0)
-
-
 def test_a_rollout_can_be_shown_before_it_is_indexed(tmp_path: Path) -> None:
     view = RunView("one", standard_run(tmp_path), lambda view: None)  # nothing is indexed
     assert listed(view)["total"] == 0
@@ -284,14 +266,6 @@ def test_changed_bytes_in_arrays_are_noticed(view: RunView) -> None:
     file.write_bytes(content)
     rollout = view.rollout("train", 1, 0)
     assert rollout["tokens"] is None and "Bad CRC" in rollout["tokens_problem"] and rollout["text"] == "answer 0"
-
-
-def test_arrays_of_another_step_are_not_shown(view: RunView) -> None:
-    folder = view.folder.root / "rollouts"
-    (folder / "step-000001.npz").write_bytes((folder / "step-000002.npz").read_bytes())
-    assert any("they do not match" in problem for problem in view.detail()["problems"])
-    rollout = view.rollout("train", 1, 0)
-    assert rollout["tokens"] is None and "they do not match" in rollout["tokens_problem"]
 
 
 def test_a_real_run(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from web_parts import group_of, listed, make_run, standard_run
 from assay.runs import write_rollouts
 from assay.web.compare import CompareQuery
 from assay.web.data import RunView, ViewError
-from assay.web.library import Indexer, Library, unique
+from assay.web.library import Indexer, Library
 
 
 def test_runs_of_several_folders_have_different_ids(tmp_path: Path) -> None:
@@ -59,10 +59,6 @@ def test_runs_without_permission_are_named() -> None:
         view = library.view("denied")
         with without_permission(denied), pytest.raises(ViewError, match="permission denied"):
             library.view(view.id)
-
-
-def test_numbers_are_added_to_names_in_use() -> None:
-    assert unique("a", {"a", "a~2"}) == "a~3"
 
 
 def eventually(view: RunView, total: int) -> None:

@@ -24,7 +24,6 @@ from assay.web.report import (
     ReportContent,
     accuracy,
     accuracy_intervals,
-    bundle,
     digest,
     json_block,
     page,
@@ -100,6 +99,7 @@ def test_the_policy_allows_the_script_and_the_style_of_the_file_only(tmp_path: P
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]  # type: ignore[index]
     style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]  # type: ignore[index]
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    assert not re.search(r"^\s*(?:import|export)\b", script, re.MULTILINE) and "const { element } = dom;" in script
     assert f"script-src '{digest(script)}'" in policy and f"style-src '{digest(style)}'" in policy
 
 
@@ -182,12 +182,6 @@ def test_pipes_and_links_that_lead_out_of_the_run_are_not_read(tmp_path: Path, k
     elements = Elements(write_report(path)[0])
     assert "the doctor cannot read this run (Refused: metrics.jsonl is" in elements.text
     assert "Best answers" in elements.texts["h2"]
-
-
-def test_modules_are_bundled_without_imports_and_exports() -> None:
-    script = bundle()
-    assert not re.search(r"^\s*(?:import|export)\b", script, re.MULTILINE)
-    assert "const { element } = dom;" in script and "lineChart" in script and "</script" not in script
 
 
 # Parts of the page
