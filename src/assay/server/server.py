@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
-
-import uvicorn
 
 from assay.config import HttpConfig
 from assay.engine.base import Engine
@@ -20,7 +17,8 @@ from assay.server.control import EngineControl
 from assay.server.metrics import Metrics
 from assay.server.protocol import RequestParser
 from assay.server.service import Service
-from assay.system.http_server import limit_headers
+from assay.system import http_server
+from assay.system.http_server import serve_until_stopped
 from assay.text import Renderer
 
 BACKLOG = 4096  # connections that wait to be accepted
@@ -41,27 +39,6 @@ class Serving:
     has_chat: bool = True  # whether there is a template for chats
     on_ready: Callable[[], None] = nothing  # called when connections are accepted
     on_stop: Callable[[], None] = nothing  # called when it only finishes the running requests
-
-
-class HttpServer(uvicorn.Server):
-    """Stops on Ctrl-C or SIGTERM after the running requests; on a second one immediately."""
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] = nothing) -> None:
-        super().__init__(config)
-        self.on_ready = on_ready
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # `serve` handles signals: uvicorn would raise them again at the end
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.on_ready()
-
-    def stop(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
 
 
 def address_of(listener: socket.socket) -> str:
@@ -86,21 +63,15 @@ def build_service(
     )
 
 
-def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:
-    config = uvicorn.Config(
+def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> Any:
+    return http_server.make_http_server(
         app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
+        on_ready,
         date_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(int(cfg.drain_s), 1),
     )
-    limit_headers(config)
-    return HttpServer(config, on_ready)
 
 
 async def run_server(engine: Engine, serving: Serving, listener: socket.socket) -> None:
@@ -110,17 +81,3 @@ async def run_server(engine: Engine, serving: Serving, listener: socket.socket) 
         service = build_service(serving, client, control.call)
         server = make_http_server(make_app(service), serving.cfg, serving.on_ready)
         await serve_until_stopped(server, listener, serving.on_stop)
-
-
-async def serve_until_stopped(server: HttpServer, listener: socket.socket, on_stop: Callable[[], None]) -> None:
-    """`on_stop`: called when the server only finishes the running requests."""
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        server.stop()
-        on_stop()
-
-    for number in STOP_SIGNALS:
-        with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
-            loop.add_signal_handler(number, stop)
-    await server.serve([listener])

@@ -6,22 +6,18 @@ foreign name that resolves to this machine (DNS rebinding) is refused. So are re
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
 import json
 import re
-import signal
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -30,7 +26,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from assay.system.http_server import is_same_origin, limit_headers
+from assay.system.http_server import is_loopback, is_same_origin
 from assay.types import describe_error
 from assay.web.compare import CompareQuery
 from assay.web.data import MetricsQuery, RunView, ViewError, plain
@@ -58,7 +54,6 @@ HEADERS = {
 }
 NO_TOKEN = "This page needs the token: open the URL that `assay view` has printed."
 FOREIGN = "This request comes from another site: paste the URL that `assay view` has printed into the address bar."
-KEEP_ALIVE_S = 30  # after which an idle connection is closed
 
 
 class Guard:
@@ -105,11 +100,11 @@ class Guard:
         return response
 
     def is_own_host(self, header: str) -> bool:
-        name = host_name(header)
-        if name == "localhost" or (name is not None and name in self.hosts):
+        name = host_name(header) or ""
+        if is_loopback(name) or name in self.hosts:
             return True
         with suppress(ValueError):
-            return ipaddress.ip_address(name or "").is_loopback or "*" in self.hosts
+            return "*" in self.hosts and bool(ipaddress.ip_address(name))
         return False
 
     def is_authorized(self, request: Request) -> bool:
@@ -254,40 +249,3 @@ def static_file(name: str) -> Response:
     if path is None:
         return Response("There is no such file.\n", 404, media_type="text/plain")
     return Response(path.read_bytes(), media_type=TYPES[path.suffix])
-
-
-# The server
-
-
-class ViewServer(uvicorn.Server):
-    """Ends on Ctrl-C or SIGTERM, without an error."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # `serve` handles them: uvicorn would raise them again at the end
-
-    async def serve_on(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
-        loop.call_soon(on_ready)
-        await self.serve([listener])
-
-    def stop(self) -> None:
-        self.should_exit = True
-
-
-def make_server(app: ASGIApp) -> ViewServer:
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-    )
-    limit_headers(config)
-    return ViewServer(config)
