@@ -21,7 +21,6 @@ from assay.runs.facts import default_settings
 from assay.types import Group, Status
 from assay.web.report import (
     MAX_BYTES,
-    ReportContent,
     accuracy,
     accuracy_intervals,
     digest,
@@ -203,8 +202,7 @@ def test_accuracies_have_their_interval_and_number_of_questions() -> None:
 
 def page_of(findings: Sequence[Mapping[str, Any]] = (), toml: str = "", **detail: Any) -> str:
     """The page of a run, without the style, script and data that belong to it."""
-    content = ReportContent({"name": "mine", **detail}, findings, None, [], toml)
-    return page(content, [], shortened=False, policy="", style="", data="", script="")
+    return page({"name": "mine", "findings": findings, **detail}, toml=toml)
 
 
 def test_only_settings_that_differ_from_defaults_are_in_the_table() -> None:

@@ -15,7 +15,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from assay.runs.facts import default_settings, flattened
 from assay.types import describe_error, hide_credentials, plural
 from assay.web.data import MetricsQuery, RunView, plain
 from assay.web.folder import finite_number
-from assay.web.samples import ReportLimits, Samples, cut, paired_facts, select_samples
+from assay.web.samples import ReportLimits, cut, paired_facts, select_samples
 
 STATIC = Path(__file__).parent / "static"
 MODULES = ("dom", "charts", "tokens", "report")  # in the order of their imports
@@ -51,17 +51,6 @@ STATE_TONES = {"finished": "good", "failed": "bad", "interrupted": "warn"}
 Facts = list[tuple[str, Any, list[str]]]  # name, value, and lines below the value
 
 
-@dataclass(frozen=True)
-class ReportContent:
-    """What the report shows. Read once; samples and curves are then shortened until they fit."""
-
-    detail: Mapping[str, Any]
-    findings: Sequence[Mapping[str, Any]]
-    paired: Mapping[str, Any] | None
-    problems: Sequence[str]
-    config_toml: str
-
-
 def write_report(run_path: Path) -> tuple[str, bool]:
     """The report of a run as HTML, and whether samples were left out or shortened to keep it small."""
     view = RunView(run_path.resolve().name, run_path)
@@ -73,28 +62,26 @@ def write_report(run_path: Path) -> tuple[str, bool]:
     raise AssertionError("a report without samples is small, because all of its texts are limited")
 
 
-def read_content(view: RunView) -> ReportContent:
+def read_content(view: RunView) -> dict[str, Any]:
+    """What the report shows, apart from samples and curves, which are shortened until they fit."""
     detail = view.detail(findings_wait_s=None)
-    problems = list(detail["problems"])
-    paired = None
+    content: dict[str, Any] = {"detail": detail, "problems": list(dict.fromkeys(detail["problems"]))}
     try:
-        paired = paired_facts(view)
+        content["paired"] = paired_facts(view)
     except Exception as error:
-        problems.append(f"the evaluations cannot be compared ({describe_error(error)})")
-    try:
-        toml = hide_credentials(view.folder.read("config.toml").decode(errors="replace"))
-    except OSError:
-        toml = ""
-    return ReportContent(detail, detail["findings"], paired, list(dict.fromkeys(problems)), toml)
+        content["problems"].append(f"the evaluations cannot be compared ({describe_error(error)})")
+    with suppress(OSError):
+        content["toml"] = hide_credentials(view.folder.read("config.toml").decode(errors="replace"))
+    return content
 
 
-def render(view: RunView, content: ReportContent, limits: ReportLimits, shortened: bool) -> str:
+def render(view: RunView, content: dict[str, Any], limits: ReportLimits, shortened: bool) -> str:
     samples, problems = select_samples(view, limits) if limits.samples else ([], [])
-    content = replace(content, problems=[*content.problems, *problems])
+    tokens = [rollout["tokens"] for kind in samples for rollout in kind.rollouts if rollout["tokens"]]
     data = {
         "metrics": {x: rounded(view.metrics(MetricsQuery(x=x, points=limits.points))) for x in X_LABELS},
-        "tokens": [one["tokens"] for kind in samples for one in kind.rollouts if one["tokens"]],
-        "intervals": accuracy_intervals(content.detail),
+        "tokens": tokens,
+        "intervals": accuracy_intervals(content["detail"]),
     }
     script = bundle()
     style = (STATIC / "style.css").read_text("utf-8") + (STATIC / "report.css").read_text("utf-8")
@@ -102,40 +89,38 @@ def render(view: RunView, content: ReportContent, limits: ReportLimits, shortene
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    return page(content, samples, shortened, policy=policy, style=style, data=json_block(data), script=script)
+    numbers = {id(values): number for number, values in enumerate(tokens)}
+    return page(
+        **content | {"problems": [*content["problems"], *problems]},
+        policy=policy,
+        style=style,
+        data=json_block(data),
+        script=script,
+        samples=samples,
+        shortened=shortened,
+        token_number=lambda values: numbers[id(values)],
+    )
 
 
 # The page
 
 
-def page(content: ReportContent, samples: Sequence[Samples], shortened: bool, **parts: str) -> str:
-    """The whole file. `parts`: policy, style, data and script, which are not escaped."""
-    detail = content.detail
+def page(detail: Mapping[str, Any], paired: Mapping[str, Any] | None = None, **parts: Any) -> str:
+    """The whole file. Of `parts`, policy, style, data and script are not escaped."""
     known = detail.get("environment") or {}
-    tokens = [rollout["tokens"] for kind in samples for rollout in kind.rollouts if rollout["tokens"]]
-    numbers = {id(one): number for number, one in enumerate(tokens)}
-    return (
-        template_environment()
-        .get_template("report.html.jinja")
-        .render(
-            detail=detail,
-            about=[detail[key] for key in ("algorithm", "task", "model") if detail.get(key)],
-            state_tone=STATE_TONES.get(str(detail.get("state")), "note"),
-            version=__version__,
-            made=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
-            problems=content.problems,
-            summary=summary(detail, content.paired),
-            findings=content.findings,
-            samples=samples,
-            shortened=shortened,
-            command=command(known),
-            place=place(known),
-            changed=changed_settings(detail.get("config") or {}),
-            toml=content.config_toml,
-            environment=environment(known),
-            token_number=lambda one: numbers[id(one)],
-            **parts,
-        )
+    template = template_environment().get_template("report.html.jinja")
+    return template.render(
+        detail=detail,
+        about=[detail[key] for key in ("algorithm", "task", "model") if detail.get(key)],
+        state_tone=STATE_TONES.get(str(detail.get("state")), "note"),
+        version=__version__,
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        summary=summary(detail, paired),
+        command=command(known),
+        place=place(known),
+        changed=changed_settings(detail.get("config") or {}),
+        environment=environment(known),
+        **parts,
     )
 
 
