@@ -72,6 +72,18 @@ def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert second.split()[:6] == ["fast", "stopped", "abacus", "preset:tiny", "grpo", "12/240"]
 
 
+def test_folders_without_runs_unknown_runs_and_incomplete_summaries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--dir", tmp_path / "none") == 0
+    assert "assay train" in capsys.readouterr().out
+    with Run.create(tmp_path, "sparse", "") as run:
+        run.write_summary({"after": {"accuracy": 0.5}, "paired": None})
+    assert "50.0%" in listed(tmp_path, capsys)["after"]
+    with pytest.raises(UserError, match="did you mean 'sparse'"):
+        call("sprse", "--dir", tmp_path)
+
+
 def test_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call("--dir", runs_dir, "--json")
     listed = json.loads(capsys.readouterr().out)
@@ -150,14 +162,6 @@ def test_plot_draws_the_curves_again(runs_dir: Path, capsys: pytest.CaptureFixtu
         call("new", "--plot", "--dir", runs_dir)
 
 
-def test_incomplete_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run.create(tmp_path, "sparse", "")
-    run.write_summary({"after": {"accuracy": 0.5}, "paired": None})
-    run.close()
-    assert call("--dir", tmp_path) == 0
-    assert "50.0%" in capsys.readouterr().out
-
-
 def test_a_damaged_run_does_not_hide_the_others(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (runs_dir / "fast" / "metrics.jsonl").write_text("{\n")
     assert call("--dir", runs_dir) == 0
@@ -166,16 +170,6 @@ def test_a_damaged_run_does_not_hide_the_others(runs_dir: Path, capsys: pytest.C
     assert "damaged" in out
     with pytest.raises(UserError, match="line 1"):
         call("fast", "--dir", runs_dir)
-
-
-def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--dir", tmp_path / "none") == 0
-    assert "assay train" in capsys.readouterr().out
-
-
-def test_unknown_run(runs_dir: Path) -> None:
-    with pytest.raises(UserError, match="did you mean 'demo'"):
-        call("dmo", "--dir", runs_dir)
 
 
 # Comparison

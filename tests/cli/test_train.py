@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import SmallRuns, gpt2_folder
+from small_run import SmallRuns, gpt2_folder, preset_folder
 
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
+from assay.text import char_tokenizer
 from assay.training.sources import OnPolicySource
 
 TASK_FILE = '''
@@ -263,12 +264,7 @@ def file_for_a_folder(small: SmallRuns) -> str:
 
 
 def truncated_weights(small: SmallRuns) -> str:
-    from assay.models import build_preset, save_model
-    from assay.text import char_tokenizer
-
-    folder = small.folder / "cut"
-    save_model(build_preset("nano", char_tokenizer().vocab_size, 64, 0), folder)
-    char_tokenizer().save(folder)
+    folder = preset_folder(small.folder / "cut")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     return str(folder)
@@ -283,8 +279,6 @@ def without(folder: Path, keep: Collection[str]) -> Path:
 
 
 def other_vocabulary(small: SmallRuns) -> str:
-    from assay.text import char_tokenizer
-
     char_tokenizer().save(small.folder / "characters")
     return f"{small.folder}/characters"
 
