@@ -29,7 +29,7 @@ from assay.algos.component import require_name
 from assay.bench.results import describe_machine, describe_versions
 from assay.cli.main import main, run_command
 from assay.config import AlgoConfig, TrainConfig
-from assay.config.settings import load_settings, parse_overrides, to_toml
+from assay.config.settings import load_settings, to_toml
 from assay.runs.console import Console
 from assay.runs.directory import as_name
 from assay.runs.files import read_json, write_json, write_text
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     console = Console()
     warnings.showwarning = lambda message, *_: console.warn(str(message))
-    cfg = load_settings(TrainConfig, args.config, parse_overrides(args.overrides))
+    cfg = load_settings(TrainConfig, args.config, args.overrides)
     cfg.name = cfg.name or as_name(Path(args.config).stem)
     recipes = check(args, cfg)
     warm_start, runs = plan(cfg, recipes, args.seeds)
@@ -196,7 +196,7 @@ def report(args: argparse.Namespace, outcomes: Sequence[Outcome], warm_start: Pl
 
 def command_words(args: argparse.Namespace) -> Iterator[str]:
     yield from (args.config, "--recipes", args.recipes, "--seeds", str(args.seeds))
-    yield from ("--against", args.against, *args.overrides)
+    yield from ("--against", args.against, *args.settings)
     for option, path in (("--json", args.json), ("--png", args.png), ("--md", args.md)):
         if path is not None:
             yield from (option, str(path))

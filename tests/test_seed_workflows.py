@@ -19,10 +19,10 @@ import pytest
 import torch
 from docs_parts import BLOCK, ROOT
 from safetensors.torch import load_file
+from small_run import preset_folder
 
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, to_toml
-from assay.models import build_preset, save_model
 from assay.rewards.expressions import calculate
 from assay.runs.rollouts import read_lines, read_rollouts
 from assay.text import char_tokenizer
@@ -92,10 +92,7 @@ class Workflow:
         (self.folder / file).write_text(text)
 
     def model(self, name: str, preset: str = "nano") -> None:
-        tokenizer = char_tokenizer()
-        model = build_preset(preset, tokenizer.vocab_size, 1024, seed=len(name))
-        save_model(model, self.folder / name, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-        tokenizer.save(self.folder / name)
+        preset_folder(self.folder / name, context=1024, seed=len(name), preset=preset)
 
     def __call__(self, typed: str = "") -> str:
         """Run the commands as one script, with this text as standard input. Returns what they print."""

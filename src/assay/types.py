@@ -70,13 +70,13 @@ def excerpt(text: str, limit: int = 300) -> str:
     return clip("".join(char if char.isprintable() else "?" for char in line), limit)
 
 
-NOT_OF_THE_USER = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+LIBRARY_PATHS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 
 
 def describe_user_error(error: BaseException) -> str:
     """Describe an exception of a user's code in one line: type, message, and the file and line that raised it."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{file}:{line}" for file, line in frames if not file.startswith(NOT_OF_THE_USER)]
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(LIBRARY_PATHS)]
     return describe_error(error) + (f" ({own[-1]})" if own else "")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_run import preset_folder
 
 from assay.cli.chat import settings_of
 from assay.cli.main import main
@@ -40,10 +41,7 @@ def save_random_model(folder: Path, seed: int, template: bool = True) -> str:
     tokenizer = words()
     if not template:
         tokenizer.hf.chat_template = None
-    model = build_preset("nano", tokenizer.vocab_size, CONTEXT, seed)
-    save_model(model, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-    tokenizer.save(folder)
-    return str(folder)
+    return str(preset_folder(folder, tokenizer, CONTEXT, seed))
 
 
 @pytest.fixture(scope="module")

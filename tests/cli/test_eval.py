@@ -100,16 +100,11 @@ def test_pass_and_majority_at_k_of_several_samples(
 def test_several_samples_at_temperature_0_are_warned_about(
     small: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("run:small@last", "--eval.samples", 2, "--eval.final_examples", 1)
-    evaluate(small, tmp_path, *words)
+    words = ("--eval.samples", 2, "--eval.final_examples", 1, "--split", "validation", "run:small@last")
+    assert evaluate(small, tmp_path, *words)[0]["split"] == "validation"
     shown = capsys.readouterr().out
     assert "all 2 samples of a problem are equal" in shown and "--eval.temperature" in shown
     assert "1 problem x 2 samples" in shown
-
-
-def test_options_before_the_models(small: SmallRuns, tmp_path: Path) -> None:
-    (result,) = evaluate(small, tmp_path, "--eval.final_examples", 3, "--split", "validation", "run:small@last")
-    assert result["n"] == 3 and result["split"] == "validation" and result["model"] == "run:small@last"
 
 
 def test_prepared_files_are_evaluated(small: SmallRuns, tmp_path: Path) -> None:

@@ -7,23 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_run import preset_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assay.cli import export
 from assay.cli.main import main
-from assay.models import build_preset, load_model, save_model
+from assay.models import load_model
 from assay.runs import Run, checkpoints
 from assay.text import char_tokenizer, load_tokenizer
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    tokenizer = char_tokenizer()
-    folder = tmp_path / "source"
-    model = build_preset("nano", tokenizer.vocab_size, 64, seed=0)
-    save_model(model, folder, torch.float32, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-    tokenizer.save(folder)
-    return folder
+    return preset_folder(tmp_path / "source")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,13 +11,18 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from assay import __version__
+from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, Parser, main, run, should_report, split_words
 from assay.cli.train import is_lost_peer
 from assay.config import TrainConfig
-from assay.config.settings import parse_overrides
+from assay.config.sections import BUILT_IN_ENGINES
+from assay.config.settings import keys, parse_overrides
+from assay.envs.registry import ENVS
 from assay.runs.console import is_main, make_console
+from assay.tasks.registry import TASKS
 from assay.types import UserError
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -73,6 +78,7 @@ def test_loading_is_shown_before_torch_is_imported(terminal: bool, words: tuple[
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     commands = (["trian"], "did you mean 'train'"), (["zzz"], "known: train")
     arguments = [(words, "--help") for words in (["eval"], ["train", "a.toml", "b.toml"], ["train", "--resume"])]
+    arguments.append((["train"], "give a TOML file"))
     for words, hint in (*commands, *arguments):
         assert main(words) == 2
         result = capsys.readouterr()
@@ -126,6 +132,7 @@ def test_an_interrupt_prints_no_traceback(capsys: pytest.CaptureFixture[str]) ->
         (RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"), "input/output error"),
         (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
         (MemoryError(), "main memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 MiB."), "out of GPU memory"),
         (UserError("one\n  two\r\nthree"), "assay: one two three\n"),
     ],
 )
@@ -138,19 +145,9 @@ def test_errors_of_users_and_of_the_operating_system_are_one_line(
     assert main(["x"], fails) == 2
     shown = capsys.readouterr().err
     assert output in shown and shown.startswith("assay: ") and shown.count("\n") == 1
-
-
-def test_out_of_gpu_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
-    def fails(words: list[str]) -> int:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 MiB.")
-
-    assert main(["x"], fails) == 2
-    output = capsys.readouterr().err
-    assert output.count("\n") == 1 and "out of GPU memory" in output
-    with pytest.raises(torch.OutOfMemoryError):
-        main(["x", "--debug"], fails)
+    if not isinstance(error, UserError):
+        with pytest.raises(type(error)):
+            main(["x", "--debug"], fails)
 
 
 def words_of(text: str) -> tuple[list[str], dict[str, object]]:
@@ -183,15 +180,9 @@ def test_python_m_assay() -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     module = subprocess.run([sys.executable, "-m", "assay", "trian"], capture_output=True, text=True, env=environment)
     assert module.returncode == 2 and module.stderr.startswith("assay: unknown command 'trian': did you mean 'train'?")
-    whole = subprocess.run([sys.executable, "-m", "assay"], capture_output=True, text=True, env=environment)
-    assert whole.returncode == 0 and "usage: assay COMMAND" in whole.stdout
-
-
-def test_a_closed_pipe_is_not_an_error() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    script = f"{sys.executable} -m assay train --help | head -1; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
-    assert result.returncode in (0, 141) and "Traceback" not in result.stderr
+    script = f"{sys.executable} -m assay train --help | head -1; exit ${{PIPESTATUS[0]}}"  # which closes the pipe
+    piped = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    assert piped.returncode in (0, 141) and "usage" in piped.stdout and "Traceback" not in piped.stderr
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, world: int, rank: int, local: int) -> None:
@@ -220,3 +211,55 @@ def test_errors_of_a_lost_peer_are_recognized(monkeypatch: pytest.MonkeyPatch) -
     assert not is_lost_peer(RuntimeError("shapes do not match")) and not is_lost_peer(ValueError("timed out"))
     as_rank(monkeypatch, 1, 0, 0)
     assert not is_lost_peer(gone)
+
+
+# Help of settings
+
+
+def test_help_lists_every_setting_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    assert "general:" in lines
+    for key, field in keys(TrainConfig):
+        (line,) = [number for number, text in enumerate(lines) if text.startswith(f"  --{key} ")]
+        assert (field.description or "").split()[0] in lines[line]
+        section = key.rpartition(".")[0]
+        heading = next(text for text in reversed(lines[:line]) if text and not text.startswith(" "))
+        assert heading.startswith(f"{section}: " if section else "general:")
+    assert max(map(len, lines)) <= 120
+    assert "[300.0]" in output  # defaults are shown
+
+
+def test_help_of_one_section_lists_its_keys_and_allowed_values(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("optim", "--optim"):
+        assert main(["train", "--help", word]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        shown = [line.split()[0] for line in lines if line.startswith("  --")]
+        assert shown == [f"--{key}" for key, _ in keys(TrainConfig) if key.startswith("optim.")]
+        assert any("one of constant, linear, cosine" in line for line in lines)
+        assert not any(line.startswith("usage") for line in lines)
+
+
+def test_help_lists_the_names_of_registries(capsys: pytest.CaptureFixture[str]) -> None:
+    registries = {"algo.recipe": RECIPES, "task.name": TASKS, "env.name": ENVS, "engine.name": BUILT_IN_ENGINES}
+    for key, names in registries.items():
+        assert main(["train", "--help", key]) == 0
+        assert f"built in: {', '.join(names)}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_of_a_key_and_of_general_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, keys_shown in (
+        (["train", "configs/demo.toml", "-h", "seed"], ["--seed"]),
+        (["eval", "--help", "general"], ["--runs_dir", "--seed", "--threads", "--device"]),
+    ):
+        assert main(words) == 0
+        shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+        assert set(shown) == set(keys_shown)
+
+
+def test_help_of_an_unknown_section_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, word, hint in (("train", "optm", "'optim'"), ("eval", "optim", "known: general")):
+        assert main([command, "--help", word]) == 2
+        result = capsys.readouterr()
+        assert hint in result.err and result.err.count("\n") == 1 and not result.out

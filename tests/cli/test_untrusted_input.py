@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_run import preset_folder
 
 from assay.cli.main import main
-from assay.models import build_preset, save_model
-from assay.text import char_tokenizer
 
 EVIL = "\x1b]0;pwned\x07\x1b[2J\u202e\u2066\x9b31m"
 LONG = "n" * 5_000
@@ -43,12 +42,7 @@ def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = char_tokenizer()
-    policy = build_preset("nano", tokenizer.vocab_size, 64, seed=0)
-    save_model(policy, folder, torch.float32, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-    tokenizer.save(folder)
-    return folder
+    return preset_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

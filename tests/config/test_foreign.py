@@ -11,8 +11,14 @@ import pytest
 from assay.algos.recipes import complete_settings
 from assay.cli.main import main
 from assay.config import MeasureConfig, TrainConfig
-from assay.config.foreign import equivalents, explain_foreign, nearest_foreign
-from assay.config.settings import keys, load_settings, parse_overrides
+from assay.config.settings import (
+    equivalents,
+    explain_foreign,
+    keys,
+    load_settings,
+    nearest_foreign,
+    parse_overrides,
+)
 from assay.types import UserError
 
 KNOWN = [key for key, _ in keys(TrainConfig)]

@@ -56,14 +56,14 @@ UNUSUAL_SPECS = {
 }
 
 
-def small_decoder(spec: ModelSpec, seed: int = 0) -> Decoder:
+def small_decoder(spec: ModelSpec, seed: int = 0, scale: float = 0.25, spread: float = 0.3) -> Decoder:
     """Random weights large enough that attention and every bias matter."""
     model = Decoder(spec)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
-            weight.copy_(noise * 0.25 if weight.dim() == 2 else 1.0 + 0.3 * noise)
+            weight.copy_(noise * scale if weight.dim() == 2 else 1.0 + spread * noise)
     return model
 
 

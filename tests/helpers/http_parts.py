@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T", bound=ThreadingHTTPServer)
 Answer = tuple[int, Any]  # status and body: bytes as they are, anything else as JSON
 
 
@@ -66,8 +67,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def small_server(answer: Callable[[str, Any], Answer]) -> Iterator[SmallServer]:
-    server = SmallServer(answer)
+def running(server: T) -> Iterator[T]:
+    """The server answers requests in a thread."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -76,3 +77,7 @@ def small_server(answer: Callable[[str, Any], Answer]) -> Iterator[SmallServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def small_server(answer: Callable[[str, Any], Answer]) -> AbstractContextManager[SmallServer]:
+    return running(SmallServer(answer))

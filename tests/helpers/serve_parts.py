@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import torch
+from engine_parts import small_decoder
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -68,13 +69,7 @@ def tiny_model(seed: int = 0, max_length: int = 256) -> Decoder:
         qk_norm=False,
         tied=True,
     )
-    model = Decoder(spec)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
-            weight.copy_(noise * 0.25 if weight.dim() == 2 else 1.0 + 0.3 * noise)
-    return model
+    return small_decoder(spec, seed)
 
 
 def renderer() -> Renderer:

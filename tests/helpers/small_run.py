@@ -14,9 +14,10 @@ import pytest
 from safetensors.torch import load_file
 
 from assay.cli.main import main
-from assay.models import fingerprint, load_model
+from assay.models import build_preset, fingerprint, load_model, save_model
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
+from assay.text import Tokenizer, char_tokenizer, word_tokenizer
 
 # Random models solve nothing. This reward depends on the letters, so that rewards differ within every group.
 REWARD = """
@@ -122,16 +123,15 @@ class SmallRuns:
 
     def process(self, *words: object) -> subprocess.Popen[str]:
         """Start the command line in another process."""
-        command = [sys.executable, "-m", "assay", *map(str, words), "--runs_dir", str(self.runs)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=self.folder
-        )
+        return self._start(["-m", "assay"], words)
 
     def launch(self, count: int, *words: object) -> subprocess.Popen[str]:
         """Start the command line on several processes with torchrun."""
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        command = [sys.executable, *run, "-m", "assay", *map(str, words), "--runs_dir", str(self.runs)]
+        return self._start([*run, "-m", "assay"], words)
+
+    def _start(self, program: list[str], words: Iterable[object]) -> subprocess.Popen[str]:
+        command = [sys.executable, *program, *map(str, words), "--runs_dir", str(self.runs)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=self.folder
@@ -160,11 +160,20 @@ def inject(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, ac
     monkeypatch.setattr(owner, name, injected)
 
 
+def preset_folder(
+    folder: Path, tokenizer: Tokenizer | None = None, context: int = 64, seed: int = 0, preset: str = "nano"
+) -> Path:
+    """A random model of a preset with a tokenizer, by default of characters, as `assay export` writes it."""
+    tokenizer = tokenizer or char_tokenizer()
+    model = build_preset(preset, tokenizer.vocab_size, context, seed)
+    save_model(model, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+    tokenizer.save(folder)
+    return folder
+
+
 def gpt2_folder(folder: Path, chat: bool = True) -> Path:
     """A random GPT-2 with a tokenizer of abacus words, as transformers saves them."""
     from transformers import GPT2Config, GPT2LMHeadModel
-
-    from assay.text import word_tokenizer
 
     tokenizer = word_tokenizer(abacus_words())
     if not chat:
@@ -187,8 +196,6 @@ def llama_folder(folder: Path, hidden: int, words: list[str], padding: int = 0, 
     """A random model as transformers saves it, with a tokenizer of these words."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from assay.text import word_tokenizer
 
     tokenizer = word_tokenizer(words)
     torch.manual_seed(hidden)

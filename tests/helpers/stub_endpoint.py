@@ -10,10 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from http_parts import running
 
 FIELDS: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -186,19 +188,10 @@ def regular_answer(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, An
     return {"id": "x", "choices": [whole], "usage": usage_of(body, len(text.split()) + 1)}
 
 
-@contextmanager
 def stub_endpoint(
     answering: Answering, key: str = "", faults: tuple[Fault, ...] = (), plain: bool = False
-) -> Iterator[StubEndpoint]:
-    server = StubEndpoint(answering, key, faults, plain)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+) -> AbstractContextManager[StubEndpoint]:
+    return running(StubEndpoint(answering, key, faults, plain))
 
 
 @contextmanager

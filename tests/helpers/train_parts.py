@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 import torch
+from engine_parts import small_decoder
 from torch import Tensor
 
 from assay.models.base import PolicyModel
@@ -30,13 +31,7 @@ SPEC = ModelSpec(
 
 
 def tiny_decoder(seed: int = 0, dtype: torch.dtype = torch.float64, spec: ModelSpec = SPEC) -> Decoder:
-    model = Decoder(spec)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
-            weight.copy_(noise * 0.3 if weight.dim() == 2 else 1.0 + 0.2 * noise)
-    return model.to(dtype)
+    return small_decoder(spec, seed, scale=0.3, spread=0.2).to(dtype)
 
 
 @torch.no_grad()

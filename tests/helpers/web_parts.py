@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from assay.runs import Run, write_rollouts
 from assay.text import char_tokenizer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
+from assay.web.data import RunView
+from assay.web.table import RolloutsQuery
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
 # Text that would do something if it were interpreted, or that is hard to store.
@@ -76,3 +79,8 @@ def standard_run(runs: Path) -> Path:
         groups = [group_of(f"q{n}", [status], label) for n, status in enumerate(verdicts)]
         write_rollouts(path, step, groups, "eval", split=f"{label}-test")
     return path
+
+
+def listed(view: RunView, **options: Any) -> dict[str, Any]:
+    """A page of rollouts."""
+    return view.rollouts(RolloutsQuery(**options))

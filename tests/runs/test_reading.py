@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
-
 from assay.config import TrainConfig
-from assay.runs import Run
-from assay.runs.reading import RunFiles, RunParts, default_settings, describe, facts_of, flattened, setting
-from assay.types import UserError
+from assay.runs.reading import RunFiles, RunParts, default_settings, facts_of, flattened, setting
 
 
 def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> None:
@@ -34,16 +29,13 @@ def test_folders_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
     assert RunFiles(tmp_path).problems == ["rollouts cannot be listed (not a directory)"]
 
 
-CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
-
-
-def test_a_run_in_progress_is_described_by_its_config_and_metrics(tmp_path: Path) -> None:
-    with Run.create(tmp_path, "one", CONFIG) as run:
-        run.log(0, {"before/accuracy": 0.25, "before/low": 0.1, "before/high": 0.5})
-        run.log(4, {"reward/mean": 0.5, "sampling/answers": 32.0, "time/wall": 12.5})
-        run.log(5, {"reward/mean": float("nan")})
-        os.utime(run.path / "metrics.jsonl", (2**32, 2**32))  # a wrong clock, or a copied run
-        facts = describe(run)
+def test_a_run_in_progress_is_described_by_its_config_and_metrics() -> None:
+    rows = [
+        {"step": 0, "before/accuracy": 0.25, "before/low": 0.1, "before/high": 0.5},
+        {"step": 4, "reward/mean": 0.5, "sampling/answers": 32.0, "time/wall": 12.5},
+        {"step": 5, "reward/mean": float("nan")},
+    ]
+    facts = facts_of(RunParts("running", {"seed": 3, "train": {"steps": 9}}, rows), "one", "runs/one")
     assert (facts["state"], facts["steps"], facts["steps_planned"], facts["seed"]) == ("running", 5, 9, 3)
     assert facts["reward"] == 0.5  # the last finite one
     assert facts["before"] == {"accuracy": 0.25, "ci95": [0.1, 0.5]} and facts["after"] is None
@@ -54,12 +46,6 @@ def test_the_summary_comes_first() -> None:
     summary = {"task": "mix", "model": "m", "algorithm": "ppo", "seed": 0, "steps": 7, "wall_s": 2.5}
     facts = facts_of(RunParts("finished", {"seed": 3, "task": {"name": "abacus"}}, summary=summary), "x", "runs/x")
     assert (facts["task"], facts["seed"], facts["steps"], facts["wall_s"]) == ("mix", 0, 7, 2.5)
-
-
-def test_an_invalid_config_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("= nothing")
-    with pytest.raises(UserError, match=r"not valid TOML .*: fix it"):
-        describe(Run(tmp_path))
 
 
 def test_lookup_of_a_value_that_is_no_table() -> None:

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from assay.runs import Run, write_rollouts
 from assay.system import http_server
 from assay.types import Group
-from assay.web.app import HEADERS, make_app, make_server
+from assay.web.app import HEADERS, make_app
 from assay.web.library import Library
 
 TOKEN = "the-token-of-this-test"
@@ -239,8 +239,8 @@ def test_hostile_rollouts_are_plain_json(tmp_path: Path) -> None:
 def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
     with http_server.bind("127.0.0.1", 0, listen=True) as listener:
-        server = make_server(make_app(Library([]), TOKEN))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve_on(listener, lambda: None)))
+        server = http_server.make_http_server(make_app(Library([]), TOKEN), lambda: None)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         try:
             with socket.create_connection(listener.getsockname(), timeout=30) as connection:

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from web_parts import group_of, make_run
+from scipy.stats import binomtest
+from web_parts import answer, group_of, make_run, prompt_of
 
-from assay.evals.pairs import compare_evaluations
 from assay.evals.report import Report
 from assay.evals.report import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
-from assay.web.compare import change_of, compare, paired
+from assay.types import Group, Status
+from assay.web.compare import CompareQuery, change_of, compare, paired
 from assay.web.data import RunView, ViewError
 
 BEFORE, AFTER = "step-000000-before-test", "step-000005-after-test"
@@ -29,7 +30,7 @@ def evaluated(runs: Path, before: dict[str, list[str]], after: dict[str, list[st
 
 
 def result(view: RunView, **options: Any) -> dict[str, Any]:
-    return compare((view, BEFORE), (view, AFTER), **options)
+    return compare(view, view, CompareQuery(run_a="one", a=BEFORE, run_b="one", b=AFTER, **options))
 
 
 def test_gained_and_lost_questions_equal_those_of_the_evaluation(tmp_path: Path) -> None:
@@ -43,10 +44,7 @@ def test_gained_and_lost_questions_equal_those_of_the_evaluation(tmp_path: Path)
             for step, label in ((0, "before"), (5, "after"))
         )
     )
-    evaluations = ((0, "before-test"), (5, "after-test"))
-    by_lines = compare_evaluations(*(read_lines(view.folder.root, step, "eval", name) for step, name in evaluations))
     counts = answer["counts"]
-    assert [row["prompt_id"] for row in answer["rows"]] == by_lines.gained + by_lines.lost
     assert (counts["gained"], counts["lost"], answer["p_value"]) == (expected.gained, expected.lost, expected.p_value)
     assert sum(counts.values()) == 20 and answer["total"] == len(answer["rows"]) == counts["gained"] + counts["lost"]
     first = answer["rows"][0]
@@ -55,6 +53,39 @@ def test_gained_and_lost_questions_equal_those_of_the_evaluation(tmp_path: Path)
     assert (first["a"]["status"], first["a"]["text"], first["a"]["index"]) == ("wrong", "before 0", 2)
     assert (first["b"]["status"], first["b"]["source"], first["b"]["step"]) == ("ok", AFTER, 5)
     assert answer["a"] == {"run": "one", **view.detail()["evals"][0]}
+
+
+def facts_of(view: RunView) -> dict[str, Any]:
+    return paired(view.evaluation(BEFORE), view.evaluation(AFTER)).facts()
+
+
+def test_accuracies_difference_and_exact_test_on_common_questions(tmp_path: Path) -> None:
+    before = {f"q{n}": ["ok" if n < 10 else "wrong"] for n in range(40)}
+    after = {f"q{n}": ["ok" if n < 8 or 20 <= n < 30 else "wrong"] for n in reversed(range(40))}
+    facts = facts_of(evaluated(tmp_path, {**before, "x": ["ok"]}, {**after, "y": ["ok"], "z": ["ok"]}))
+    assert (facts["questions"], facts["only_a"], facts["only_b"], facts["paired"]) == (40, 1, 2, True)
+    assert facts["gained"] == [f"q{n}" for n in range(20, 30)] and facts["lost"] == ["q8", "q9"]
+    assert (facts["accuracy_a"], facts["accuracy_b"]) == (0.25, 0.45)
+    assert facts["p_value"] == pytest.approx(binomtest(2, 12).pvalue, rel=1e-12)
+    assert facts["difference"] == pytest.approx(0.2) and facts["ci95"][0] < 0.2 < facts["ci95"][1]
+
+
+def test_questions_are_the_same_if_id_text_and_gold_answer_are(tmp_path: Path) -> None:
+    view = RunView("one", make_run(tmp_path))
+    for step, label, text in ((0, "before", "what is {}?"), (5, "after", "what is twice {}?")):
+        prompts = [prompt_of(f"q{n}", text.format(n)) for n in range(10)] + [prompt_of("same")] * 2
+        right = Status.OK if step else Status.WRONG
+        groups = [Group(prompt, [answer(prompt, 0, "x", right)]) for prompt in prompts[step and 1 :]]
+        write_rollouts(view.folder.root, step, groups, "eval", split=f"{label}-test")
+    facts = facts_of(view)
+    assert (facts["questions"], facts["only_a"], facts["only_b"], facts["gained"]) == (2, 10, 9, ["same", "same"])
+
+
+def test_without_common_questions_all_are_compared_without_a_test(tmp_path: Path) -> None:
+    before, after = ({f"{name}{n}": ["ok" if n < 5 else "wrong"] for n in range(10)} for name in "ab")
+    facts = facts_of(evaluated(tmp_path, before, after))
+    assert (facts["paired"], facts["p_value"], facts["only_a"], facts["gained"]) == (False, None, 10, [])
+    assert facts["ci95"][0] < 0 < facts["ci95"][1]
 
 
 def test_what_is_shown(tmp_path: Path) -> None:
@@ -89,7 +120,7 @@ def test_evaluations_without_common_questions(tmp_path: Path) -> None:
         result(view)
     assert caught.value.status == 400
     with pytest.raises(ViewError, match="there is no evals/nope"):
-        compare((view, "nope"), (view, AFTER))
+        compare(view, view, CompareQuery(run_a="one", a="nope", run_b="one", b=AFTER))
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
@@ -109,7 +140,7 @@ def test_comparisons_are_computed_once(tmp_path: Path) -> None:
     files = [view.evaluation(name) for name in (BEFORE, AFTER)]
     assert paired(*files) is paired(*files)
     write_rollouts(view.folder.root, 5, [group_of("q1", ["ok"], "again")], "eval", split="after-test")
-    assert compare((view, BEFORE), (view, AFTER))["counts"]["same_correct"] == 1
+    assert result(view)["counts"]["same_correct"] == 1
 
 
 def test_kinds_of_change() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_run import SmallRuns
-from web_parts import CONFIG, group_of, make_run, prompt_of, standard_run
+from web_parts import CONFIG, group_of, listed, make_run, prompt_of, standard_run
 
 from assay.runs import Run, rollouts, write_rollouts
 from assay.text import char_tokenizer, load_tokenizer
 from assay.training import non_finite
 from assay.types import Completion, Finish, Group, Rollout, Turn
-from assay.web.data import RunView, ViewError, curve, shortened
-from assay.web.table import RolloutFilter
+from assay.web.data import MetricsQuery, RunView, ViewError, curve, shortened
+from assay.web.table import PromptsQuery, RolloutsQuery
 
 
 def test_metrics_with_panels_and_intervals(tmp_path: Path) -> None:
@@ -22,16 +22,16 @@ def test_metrics_with_panels_and_intervals(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "eval/accuracy": 0.5, "eval/low": 0.4, "eval/high": 0.6}\n')
     view = RunView("one", path)
-    curves = view.metrics()
+    curves = view.metrics(MetricsQuery())
     assert curves["series"]["reward/mean"] == {"x": [1, 2, 3], "y": [0.25, 0.5, 0.75]}
     assert curves["intervals"] == {"eval/accuracy": {"x": [3], "low": [0.4], "high": [0.6]}}
     assert [panel["metric"] for panel in curves["panels"]] == ["reward/mean", "eval/accuracy"]
-    assert view.metrics(since=curves["cursor"]) == {"cursor": curves["cursor"], "unchanged": True}
-    assert view.metrics(["turns/mean", "missing"], x="time/wall")["series"] == {
+    assert view.metrics(MetricsQuery(since=curves["cursor"])) == {"cursor": curves["cursor"], "unchanged": True}
+    assert view.metrics(MetricsQuery(names=("turns/mean", "missing"), x="time/wall"))["series"] == {
         "turns/mean": {"x": [10, 20, 30], "y": [1, 1, 1]}
     }
     with pytest.raises(ViewError, match="x must be one of step"):
-        view.metrics(x="loss")
+        view.metrics(MetricsQuery(x="loss"))
 
 
 def test_thinned_curves_keep_all_peaks() -> None:
@@ -82,7 +82,7 @@ def test_the_detail_of_a_run(view: RunView) -> None:
 
 
 def test_pages_of_rollouts(view: RunView) -> None:
-    page = view.rollouts(limit=2, offset=6)
+    page = listed(view, limit=2, offset=6)
     assert (page["total"], page["statuses"]) == (12, {"ok": 7, "wrong": 4, "no_answer": 1})
     assert [(row["step"], row["index"], row["preview"]) for row in page["rows"]] == [
         (2, 0, "Second Try 0"),
@@ -93,8 +93,8 @@ def test_pages_of_rollouts(view: RunView) -> None:
     assert (row["status"], row["reward"], row["advantage"], row["length"]) == ("ok", 1.0, 0.5, 13)
     assert (row["finish"], row["truncated"], row["version"], row["turns"]) == ("stop", False, 3, 1)
     assert row["changed"] == "gained" and row["source"] == "train"
-    assert view.rollouts(offset=1000)["rows"] == []
-    searched = view.rollouts(RolloutFilter(search="second TRY"))
+    assert listed(view, offset=1000)["rows"] == []
+    searched = listed(view, search="second TRY")
     assert searched["total"] == 2 and searched["searched"] == {"done": 5, "total": 5}
 
 
@@ -115,20 +115,20 @@ def test_one_rollout_with_its_tokens(view: RunView) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sort", "descending"),
+    "query",
     [
-        (RolloutFilter(), "step", True),
-        (RolloutFilter(search="SECOND"), "reward", False),
-        (RolloutFilter(source="eval"), "length", True),
-        (RolloutFilter(source="step-000003-after-test"), "step", False),
+        RolloutsQuery(order="desc"),
+        RolloutsQuery(search="SECOND", sort="reward"),
+        RolloutsQuery(source="eval", sort="length", order="desc"),
+        RolloutsQuery(source="step-000003-after-test"),
     ],
 )
-def test_neighbors_are_those_of_the_list(view: RunView, wanted: RolloutFilter, sort: str, descending: bool) -> None:
-    rows = view.rollouts(wanted, sort, descending)["rows"]
+def test_neighbors_are_those_of_the_list(view: RunView, query: RolloutsQuery) -> None:
+    rows = view.rollouts(query)["rows"]
     places = [{name: row[name] for name in ("source", "step", "index")} for row in rows]
     assert len(places) > 1
     for number, place in enumerate(places):
-        found = view.neighbors((place["source"], place["step"], place["index"]), wanted, sort, descending)
+        found = view.neighbors((place["source"], place["step"], place["index"]), query)
         assert (found["position"], found["total"]) == (number, len(places))
         assert found["previous"] == (places[number - 1] if number else None)
         assert found["next"] == (places[number + 1] if number + 1 < len(places) else None)
@@ -136,41 +136,34 @@ def test_neighbors_are_those_of_the_list(view: RunView, wanted: RolloutFilter, s
 
 def test_a_rollout_that_is_not_in_the_list_has_no_neighbors(view: RunView) -> None:
     for place in (("train", 1, 0), ("train", 99, 0), ("train", 1, 99), ("other", 1, 0)):
-        found = view.neighbors(place, RolloutFilter(statuses=("ok",)))
+        found = view.neighbors(place, RolloutsQuery(statuses=("ok",)))
         assert (found["position"], found["previous"], found["next"]) == (None, None, None) and found["total"] == 7
     with pytest.raises(ViewError, match="no evaluation 'other'"):
-        view.neighbors(("other", 1, 0), RolloutFilter(source="other"))
+        view.neighbors(("other", 1, 0), RolloutsQuery(source="other"))
 
 
 def test_skipped_batches_are_shown_and_told_apart(tmp_path: Path) -> None:
     path = standard_run(tmp_path / "runs")
     before = RunView("one", path)
-    prompts, total = before.prompts(), before.rollouts()["total"]
+    prompts, total = before.current_table().prompts(PromptsQuery()), listed(before)["total"]
     non_finite.dump_batch(
         path, 2, [group_of("p1", ["ok", "ok"], "skipped")], [non_finite.Fault(float("nan"), 1.0, [], [])]
     )
     view = RunView("one", path)
     assert view.detail()["skipped"] == [{"step": 2, "reason": "an update was skipped, because the loss is not finite"}]
     assert [place["name"] for place in view.detail()["evals"]] == [place["name"] for place in before.detail()["evals"]]
-    assert view.rollouts()["total"] == total and view.prompts() == prompts  # training does not count them
-    rows = view.rollouts(RolloutFilter(source="skipped"))["rows"]
+    assert (
+        listed(view)["total"] == total and view.current_table().prompts(PromptsQuery()) == prompts
+    )  # training does not count them
+    rows = listed(view, source="skipped")["rows"]
     assert [(row["source"], row["step"], row["preview"]) for row in rows] == [
         *(("skipped", 2, "skipped 0"), ("skipped", 2, "skipped 1"))
     ]
     rollout = view.rollout("skipped", 2, 1)
     assert rollout["tokens"]["ids"] and "the loss is not finite" in rollout["skipped"]
     assert view.rollout("train", 2, 1)["skipped"] is None
-    assert view.neighbors(("skipped", 2, 0), RolloutFilter(source="skipped"))["next"]["index"] == 1
+    assert view.neighbors(("skipped", 2, 0), RolloutsQuery(source="skipped"))["next"]["index"] == 1
     assert len(view.group("skipped", 2, 0)["rollouts"]) == 2
-    assert RunView("one", standard_run(tmp_path / "other")).rollouts(RolloutFilter(source="skipped"))["total"] == 0
-
-
-def test_texts_of_tokens(view: RunView) -> None:
-    char_tokenizer().save(view.folder.root / "tokenizer")
-    view.tokens(60.0)
-    rollout = view.rollout("train", 2, 1)
-    assert "".join(rollout["tokens"]["text"]) == "what is p1?Second Try 1<eos>" and rollout["tokens_problem"] is None
-    assert [turn["text"] for turn in rollout["turns"]] == ["what is p1?", "Second Try 1"]
 
 
 def test_an_episode_with_several_turns(tmp_path: Path) -> None:
@@ -194,7 +187,7 @@ def test_an_episode_with_several_turns(tmp_path: Path) -> None:
     ]
     assert rollout["reward"] is None and rollout["advantage"] is None and rollout["status"] is None
     assert sum(rollout["tokens"]["sampled"]) == 11 and sum(rollout["tokens"]["mask"]) == 4
-    assert view.rollouts()["rows"][0]["turns"] == 2 and view.rollouts()["statuses"] == {"none": 1}
+    assert listed(view)["rows"][0]["turns"] == 2 and listed(view)["statuses"] == {"none": 1}
 
 
 def test_evaluations_have_no_tokens(view: RunView) -> None:
@@ -237,19 +230,9 @@ def test_rollouts_that_do_not_exist(view: RunView, source: str, step: int, index
     assert caught.value.status == 404
 
 
-def test_new_and_deleted_rollouts(view: RunView) -> None:
-    assert view.rollouts()["total"] == 12
-    write_rollouts(view.folder.root, 4, [group_of("p9", ["ok"])])
-    assert view.rollouts()["total"] == 13
-    rollouts.prune(view.folder.root, keep=1)
-    assert view.rollouts()["total"] == 1 and view.prompts()["total"] == 1
-    with pytest.raises(ViewError, match="there is no rollouts/step-000001"):
-        view.rollout("train", 1, 0)
-
-
 def test_a_rollout_can_be_shown_before_it_is_indexed(tmp_path: Path) -> None:
     view = RunView("one", standard_run(tmp_path), lambda view: None)  # nothing is indexed
-    assert view.rollouts()["total"] == 0
+    assert listed(view)["total"] == 0
     assert view.rollout("train", 2, 1)["text"] == "Second Try 1"
     assert view.group("train", 1, 0)["prompt"]["id"] == "p1"
 
@@ -266,7 +249,7 @@ def test_damaged_files_are_shown_as_far_as_possible(view: RunView) -> None:
     parts = ("config.toml cannot", "001.npz is missing", "002.npz cannot be read", "003.jsonl, line 4: is incomplete")
     for part in parts:
         assert sum(part in problem for problem in detail["problems"]) == 1, part
-    assert view.rollouts()["total"] == 11
+    assert listed(view)["total"] == 11
     for step, problem in ((1, "is missing"), (2, "cannot be read")):
         rollout = view.rollout("train", step, 0)
         assert rollout["tokens"] is None and problem in rollout["tokens_problem"] and rollout["text"]
@@ -285,14 +268,6 @@ def test_changed_bytes_in_arrays_are_noticed(view: RunView) -> None:
     assert rollout["tokens"] is None and "Bad CRC" in rollout["tokens_problem"] and rollout["text"] == "answer 0"
 
 
-def test_arrays_of_another_step_are_not_shown(view: RunView) -> None:
-    folder = view.folder.root / "rollouts"
-    (folder / "step-000001.npz").write_bytes((folder / "step-000002.npz").read_bytes())
-    assert any("they do not match" in problem for problem in view.detail()["problems"])
-    rollout = view.rollout("train", 1, 0)
-    assert rollout["tokens"] is None and "they do not match" in rollout["tokens_problem"]
-
-
 def test_a_real_run(tmp_path: Path) -> None:
     runs = SmallRuns(tmp_path)
     assert runs.train("--eval.every", "1", "--sampling.temperature", "1.0") == 0
@@ -303,7 +278,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert [(e["label"], e["step"], e["count"]) for e in detail["evals"]] == [
         *(("before", 0, 5), ("eval", 1, 4), ("eval", 2, 4), ("after", 2, 5))
     ]
-    page = view.rollouts()
+    page = listed(view)
     groups = rollouts.read_rollouts(path, 1) + rollouts.read_rollouts(path, 2)
     assert page["total"] == len(page["rows"]) == 18
     assert [row["reward"] for row in page["rows"]] == [r.reward for group in groups for r in group.rollouts]

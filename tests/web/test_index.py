@@ -6,6 +6,7 @@ import io
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from assay.web import index as index_module
 from assay.web.folder import RunFolder
 from assay.web.index import (
     STATUSES,
+    Activity,
     RunIndex,
     Store,
     arrays_problem,
@@ -329,3 +331,40 @@ def test_names_of_files() -> None:
     assert step is not None and (step.source, step.step) == ("train", 1234567)
     for name in ("rollouts/step-000001-x.jsonl", "rollouts/step-0000001.jsonl", "rollouts/x.jsonl"):
         assert place_of(name) is None
+
+
+# Priority of requests
+
+
+def test_work_waits_until_the_last_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "WAIT_S", 60.0)
+    activity, done = Activity(), threading.Event()
+    activity.give_way()  # no request: it returns at once
+    first, second = activity, activity
+    with first:
+        second.__enter__()
+        worker = threading.Thread(target=lambda: (activity.give_way(), done.set()))
+        worker.start()
+    assert activity.requests == 1 and not done.wait(0.1)
+    second.__exit__()
+    worker.join(30)
+    assert done.is_set()
+
+
+def test_work_continues_while_there_are_always_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "WAIT_S", 0.01)
+    monkeypatch.setattr(index_module, "WORK_S", 60.0)
+    activity = Activity()
+    with activity:
+        activity.give_way()
+        monkeypatch.setattr(index_module, "WAIT_S", 60.0)
+        start = time.monotonic()
+        activity.give_way()  # it has just waited
+        assert time.monotonic() - start < 30
+
+
+def test_requests_at_the_same_time_share_their_time() -> None:
+    activity = Activity()
+    assert activity.share(0.1) == 0.1
+    with activity, activity:
+        assert activity.share(0.1) == 0.05

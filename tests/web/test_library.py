@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from permissions import public_folder, without_permission
-from web_parts import group_of, make_run, standard_run
+from web_parts import group_of, listed, make_run, standard_run
 
 from assay.runs import write_rollouts
+from assay.web.compare import CompareQuery
 from assay.web.data import RunView, ViewError
-from assay.web.library import Indexer, Library, unique
+from assay.web.library import Indexer, Library
 
 
 def test_runs_of_several_folders_have_different_ids(tmp_path: Path) -> None:
@@ -37,9 +38,9 @@ def test_links_out_of_a_runs_folder_are_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "inside")
     (tmp_path / "runs" / "link").symlink_to(outside)
     library = Library([tmp_path / "runs"])
-    listed = library.runs()
-    assert [run["id"] for run in listed["runs"]] == ["inside"]
-    assert str(outside) in listed["problems"][0]
+    shown = library.runs()
+    assert [run["id"] for run in shown["runs"]] == ["inside"]
+    assert str(outside) in shown["problems"][0]
     # A folder that the user gives may be a link.
     assert [view.id for view in Library([tmp_path / "runs" / "link"]).views()] == ["outside"]
 
@@ -50,9 +51,9 @@ def test_runs_without_permission_are_named() -> None:
         library = Library([folder])
         assert library.runs()["problems"] == []
         with without_permission(denied):
-            listed = library.runs()
-            assert [run["id"] for run in listed["runs"]] == ["shown"]
-            (problem,) = listed["problems"]
+            answer = library.runs()
+            assert [run["id"] for run in answer["runs"]] == ["shown"]
+            (problem,) = answer["problems"]
             assert problem.startswith(f"{denied} cannot be read (permission denied): run chmod -R u+rX {denied} if")
         assert library.runs()["problems"] == []
         view = library.view("denied")
@@ -60,14 +61,10 @@ def test_runs_without_permission_are_named() -> None:
             library.view(view.id)
 
 
-def test_numbers_are_added_to_names_in_use() -> None:
-    assert unique("a", {"a", "a~2"}) == "a~3"
-
-
 def eventually(view: RunView, total: int) -> None:
     deadline = time.monotonic() + 60
-    while view.rollouts()["total"] != total:
-        assert time.monotonic() < deadline, view.rollouts()["total"]
+    while listed(view)["total"] != total:
+        assert time.monotonic() < deadline, listed(view)["total"]
         time.sleep(0.02)
 
 
@@ -88,7 +85,7 @@ def test_a_run_that_cannot_be_indexed_does_not_stop_the_others(tmp_path: Path, m
         raise MemoryError("no memory")
 
     monkeypatch.setattr(broken, "update_index", fail)
-    assert broken.rollouts()["total"] == 0
+    assert listed(broken)["total"] == 0
     eventually(intact, 12)
     assert any("MemoryError" in problem for problem in broken.detail()["problems"])
 
@@ -97,7 +94,8 @@ def test_evaluations_of_two_runs_are_compared(tmp_path: Path) -> None:
     for name in ("a", "b"):
         standard_run(tmp_path / name)
     library = Library([tmp_path / "a", tmp_path / "b"])
-    answer = library.compare(("one", "step-000000-before-test"), ("one~2", "step-000003-after-test"))
+    query = CompareQuery(run_a="one", a="step-000000-before-test", run_b="one~2", b="step-000003-after-test")
+    answer = library.compare(query)
     assert (answer["a"]["run"], answer["b"]["run"]) == ("one", "one~2") and answer["counts"]["gained"] == 1
     with pytest.raises(ViewError, match="no run 'x'"):
-        library.compare(("one", "step-000000-before-test"), ("x", "step-000003-after-test"))
+        library.compare(query.model_copy(update={"run_b": "x"}))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from scipy.stats import binomtest
 from web_parts import answer, group_of, make_run, prompt_of, standard_run
 
 from assay.runs import write_rollouts
@@ -31,6 +29,9 @@ def test_every_kind_of_sample_is_found_with_its_number(tmp_path: Path) -> None:
     assert [one["text"] for one in kinds["Cut off"].rollouts] == ["and so on"] and kinds["Cut off"].total == 1
     assert [one["step"] for one in kinds["Without a readable answer"].rollouts] == [4, 1]
     assert all(kind.rollouts[0]["tokens"]["ids"] for kind in found[2:])
+    facts = paired_facts(RunView("one", path))
+    assert facts is not None and (facts["gained"], facts["lost"], facts["questions"]) == (["q1"], ["q0"], 2)
+    assert paired_facts(RunView("other", make_run(tmp_path, "other"))) is None
 
 
 def test_of_many_equal_rewards_the_most_unusual_answers_are_chosen(tmp_path: Path) -> None:
@@ -52,18 +53,6 @@ def test_a_run_without_rollouts_of_training_shows_its_last_evaluation(tmp_path: 
     found, _ = select_samples(RunView("one", path), ReportLimits())
     assert [kind.title for kind in found] == ["Best answers", "Worst answers", "Without a readable answer"]
     assert "the evaluation step-000001-after-test" in found[0].about and found[0].rollouts[0]["tokens"] is None
-
-
-def test_paired_facts_are_those_of_an_exact_test(tmp_path: Path) -> None:
-    path = make_run(tmp_path, steps=1)
-    for step, label, right in ((0, "before", range(2)), (1, "after", range(1, 12))):
-        groups = [group_of(f"q{n}", ["ok" if n in right else "wrong"]) for n in range(20)]
-        write_rollouts(path, step, groups, "eval", split=f"{label}-test")
-    facts = paired_facts(RunView("one", path))
-    assert facts is not None and (facts["gained"], facts["lost"], facts["questions"]) == (10, 1, 20)
-    assert facts["difference"] == pytest.approx(0.45) and facts["ci95"][0] < 0.45 < facts["ci95"][1]
-    assert facts["p_value"] == pytest.approx(binomtest(1, 11).pvalue)
-    assert paired_facts(RunView("other", make_run(tmp_path, "other"))) is None
 
 
 def test_one_row_of_each_prompt_comes_first() -> None:

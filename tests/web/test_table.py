@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from assay.types import Finish, Group, Status
 from assay.web import table as table_module
 from assay.web.folder import RunFolder
 from assay.web.index import ROW, STATUSES, IndexedFile, RunIndex
-from assay.web.table import CHANGES, RolloutFilter, RolloutTable, TextSearch
+from assay.web.table import CHANGES, PromptsQuery, RolloutsQuery, RolloutTable, TextSearch
 
 
 def index_of(path: Path) -> RunIndex:
@@ -30,9 +31,10 @@ def table_of(path: Path) -> RolloutTable:
     return RolloutTable(list(index_of(path).files.values()))
 
 
-def listed(table: RolloutTable, sort: str = "step", descending: bool = False, **options: object) -> list[str]:
-    numbers, _ = table.select(RolloutFilter(**options), None)  # type: ignore[arg-type]
-    rows = [table.row(number) for number in table.ordered(numbers, sort, descending).tolist()]
+def listed(table: RolloutTable, **options: Any) -> list[str]:
+    query = RolloutsQuery(**options)
+    numbers, _ = table.select(query, None)
+    rows = [table.row(number) for number in table.ordered(numbers, query).tolist()]
     return [f"{row['step']}/{row['prompt_id']}/{row['sample']}" for row in rows]
 
 
@@ -54,7 +56,7 @@ def test_filters(table: RolloutTable) -> None:
 
 
 def test_counts_by_status_do_not_depend_on_the_chosen_status(table: RolloutTable) -> None:
-    numbers, statuses = table.select(RolloutFilter(statuses=("ok",), last_step=1), None)
+    numbers, statuses = table.select(RolloutsQuery(statuses=("ok",), last_step=1), None)
     assert len(numbers) == 3 and statuses == {"ok": 3, "wrong": 2, "no_answer": 1}
 
 
@@ -69,12 +71,12 @@ def test_order(tmp_path: Path) -> None:
         ]
         write_rollouts(path, step, [Group(prompt, rollouts)])
     table = table_of(path)
-    assert listed(table, "length")[::2] == ["1/p/1", "1/p/0", "1/p/2"]
-    assert listed(table, "length", True)[::2] == ["1/p/2", "1/p/0", "1/p/1"]
-    assert listed(table, "reward") == ["1/p/2", "2/p/2", "1/p/0", "2/p/0", "1/p/1", "2/p/1"]  # the last have none
-    assert listed(table, "reward", True) == ["1/p/0", "2/p/0", "1/p/2", "2/p/2", "1/p/1", "2/p/1"]
-    assert listed(table, "step", True)[:3] == ["2/p/0", "2/p/1", "2/p/2"]
-    assert listed(table, "advantage", True, first_step=2) == ["2/p/2", "2/p/1", "2/p/0"]
+    assert listed(table, sort="length")[::2] == ["1/p/1", "1/p/0", "1/p/2"]
+    assert listed(table, sort="length", order="desc")[::2] == ["1/p/2", "1/p/0", "1/p/1"]
+    assert listed(table, sort="reward") == ["1/p/2", "2/p/2", "1/p/0", "2/p/0", "1/p/1", "2/p/1"]  # the last have none
+    assert listed(table, sort="reward", order="desc") == ["1/p/0", "2/p/0", "1/p/2", "2/p/2", "1/p/1", "2/p/1"]
+    assert listed(table, order="desc")[:3] == ["2/p/0", "2/p/1", "2/p/2"]
+    assert listed(table, sort="advantage", order="desc", first_step=2) == ["2/p/2", "2/p/1", "2/p/0"]
     assert len(listed(table, truncated=True)) == 6
 
 
@@ -127,12 +129,12 @@ def test_evaluations_are_compared_with_the_previous_one_of_the_same_split(tmp_pa
     }
 
 
-def prompts(table: RolloutTable, sort: str = "id", descending: bool = False, search: str = "") -> list[str]:
-    return [row["prompt_id"] for row in table.prompts(False, search, sort, descending, 0, 100)["rows"]]
+def prompts(table: RolloutTable, **options: Any) -> list[str]:
+    return [row["prompt_id"] for row in table.prompts(PromptsQuery(**options))["rows"]]
 
 
 def test_pass_rates_of_prompts(table: RolloutTable) -> None:
-    answer = table.prompts(False, "", "id", False, 0, 10)
+    answer = table.prompts(PromptsQuery())
     assert answer["total"] == 2
     assert answer["rows"][0] == {
         "prompt_id": "p1",
@@ -144,11 +146,11 @@ def test_pass_rates_of_prompts(table: RolloutTable) -> None:
         "rates": [[1, 1, 3], [2, 1, 2], [3, 2, 2]],
     }
     assert answer["rows"][1]["rates"] == [[1, 2, 3], [3, 1, 2]]
-    assert prompts(table, "change", True) == prompts(table, "seen", True) == ["p1", "p2"]
-    assert prompts(table, "pass_rate", True) == ["p2", "p1"]
+    assert prompts(table, sort="change", order="desc") == prompts(table, sort="seen", order="desc") == ["p1", "p2"]
+    assert prompts(table, sort="pass_rate", order="desc") == ["p2", "p1"]
     assert prompts(table, search="IS P2") == ["p2"] and prompts(table, search="nothing") == []
-    assert table.prompts(False, "", "id", False, 1, 1)["rows"][0]["prompt_id"] == "p2"
-    evaluated = table.prompts(True, "", "id", False, 0, 10)["rows"]
+    assert prompts(table, offset=1, limit=1) == ["p2"]
+    evaluated = table.prompts(PromptsQuery(source="eval"))["rows"]
     assert [(row["prompt_id"], row["rates"]) for row in evaluated] == [
         ("q0", [[0, 1, 1], [3, 0, 1]]),
         ("q1", [[0, 0, 1], [3, 1, 1]]),
@@ -230,5 +232,5 @@ def test_texts_in_memory_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_empty_table() -> None:
     table = RolloutTable()
-    assert table.select(RolloutFilter(), None)[1] == {} and table.prompts(False, "x", "id", True, 0, 5)["total"] == 0
+    assert table.select(RolloutsQuery(), None)[1] == {} and not prompts(table, search="x")
     assert TextSearch(lambda number: b"").find(table, "x")[0].tolist() == []

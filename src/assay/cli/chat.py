@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from assay.cli.eval import add_config, add_trust, inherited_settings
 from assay.config import Count, EvalConfig, MeasureConfig, NonNegative
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings
 from assay.runs.console import Console
 from assay.runs.resolve import PREFIX
 from assay.types import UserError
@@ -53,36 +52,35 @@ SETTINGS = ChatConfig
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, hub id, GGUF file or run:NAME@STEP")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="ask this and exit; may be repeated")
-    parser.add_argument("--temperature", metavar="T", help="short for --eval.temperature [0.7]")
-    parser.add_argument("--samples", metavar="N", help="short for --eval.samples [1]")
-    parser.add_argument("--max", metavar="N", help="short for --eval.max_new_tokens")
+    parser.add_argument(
+        "--temperature", dest="eval.temperature", metavar="T", help="short for --eval.temperature [0.7]"
+    )
+    parser.add_argument("--samples", dest="eval.samples", metavar="N", help="short for --eval.samples [1]")
+    parser.add_argument("--max", dest="eval.max_new_tokens", metavar="N", help="short for --eval.max_new_tokens")
     add_config(parser)
     add_trust(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    short = {"temperature": args.temperature, "samples": args.samples, "max_new_tokens": args.max}
-    words = [word for key, value in short.items() if value is not None for word in (f"--eval.{key}", value)]
-    overrides = parse_overrides([*args.overrides, *words])
-    cfg = settings_of(args.models, overrides, args.trust, args.config)
+    cfg = settings_of(args.models, args.overrides, args.trust, args.config)
     for stream in (sys.stdin, sys.stdout):  # invalid bytes in a pipe must not end the conversation
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     with Console(sys.stderr) as console:  # answers on stdout may be piped to another program
         console.announce(f"loading {args.models[0]}")  # the imports below take seconds
-        return converse_with(args, cfg, overrides, console)
+        return converse_with(args, cfg, console)
 
 
-def converse_with(args: argparse.Namespace, cfg: ChatConfig, overrides: dict[str, Any], console: Console) -> int:
+def converse_with(args: argparse.Namespace, cfg: ChatConfig, console: Console) -> int:
     from assay.cli.chat_screen import Screen
     from assay.cli.chat_session import ChatSession, TaskQuestions, answer_all, converse
     from assay.rollout import sampling_params
 
-    questions = TaskQuestions(cfg, load_settings(ChatConfig, None, overrides))
-    if {"task", "task.name"} & set(overrides):
+    questions = TaskQuestions(cfg, load_settings(ChatConfig, None, args.overrides))
+    if {"task", "task.name"} & set(args.overrides):
         questions.task(cfg.task.name)  # report a mistake in it now, not at the first question
     try:
-        models = [load_chat_model(model, args, overrides, questions, console) for model in args.models]
+        models = [load_chat_model(model, args, questions, console) for model in args.models]
         console.stop()
         session = ChatSession(models, questions, sampling_params(cfg.eval, cfg.eval.samples), cfg.seed, Screen())
         if args.prompt:
@@ -98,7 +96,6 @@ def settings_of(
     """The settings of a config file or of the first model that is a run's checkpoint (of [eval] only length and stops),
     then overrides.
     """
-    runs_dir = Path(str(overrides.get("runs_dir", ChatConfig().runs_dir)))
     dropped = {"task", "reward"} if {"task", "task.name"} & set(overrides) else set()
     if {"env", "env.name"} & set(overrides):
         dropped.add("env")
@@ -106,13 +103,11 @@ def settings_of(
     def is_used(key: str) -> bool:
         return key.partition(".")[0] not in {"eval", *dropped} or key in ("eval.max_new_tokens", "eval.stop")
 
-    inherited = inherited_settings(models, runs_dir, overrides, trust, is_used, config)
+    inherited = inherited_settings(models, overrides, trust, is_used, config)
     return load_settings(ChatConfig, None, {**inherited, **overrides})
 
 
-def load_chat_model(
-    model: str, args: argparse.Namespace, overrides: dict[str, Any], questions: TaskQuestions, console: Console
-) -> ChatModel:
+def load_chat_model(model: str, args: argparse.Namespace, questions: TaskQuestions, console: Console) -> ChatModel:
     """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
     to be comparable.
     """
@@ -120,7 +115,7 @@ def load_chat_model(
     from assay.cli.chat_screen import ChatModel, Played
     from assay.cli.chat_session import answers_any_question
 
-    cfg = settings_of([model] if model.startswith(PREFIX) else args.models, overrides, args.trust, args.config)
+    cfg = settings_of([model] if model.startswith(PREFIX) else args.models, args.overrides, args.trust, args.config)
     needs_task = cfg.env.name or (cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.task.name)
     try:
         problems = questions.problems(cfg.task, cfg.env) if needs_task else None

@@ -179,7 +179,8 @@ def run_check(args: argparse.Namespace) -> int:
     task = make_task(args.name, args.path, **task_arguments(args.arg))
     splits = present_splits(task)
     judged = {ALL: task.prompts(ALL)} if task.has_all else splits  # a single file is checked whole, in its own order
-    with JudgePool(task.judge(), sandbox=args.sandbox or "auto", pass_env=args.pass_env or ()) as pool:
+    sandbox, pass_env = getattr(args, "reward.sandbox"), getattr(args, "reward.pass_env")
+    with JudgePool(task.judge(), sandbox=sandbox or "auto", pass_env=pass_env or ()) as pool:
         golds = {split: check_split_golds(task, prompts, pool, args.limit) for split, prompts in judged.items()}
     train = splits.get("train")
     against = {split: prompts for split, prompts in splits.items() if split != "train" and train is not None}

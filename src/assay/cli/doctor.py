@@ -14,13 +14,12 @@ from pathlib import Path
 
 from assay.checks import Diagnosis
 from assay.checks.diagnosis import diagnose_files
+from assay.cli.report import find_folder
 from assay.config import TrainConfig
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings
 from assay.runs import Run
-from assay.runs.directory import access_problem
 from assay.runs.files import to_json
 from assay.runs.reading import RunFiles
-from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError, plural
 
 HELP = """Find out why a run does not learn, or what is wrong with a config before a run. Nothing is trained or changed.
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    overrides = parse_overrides(args.overrides)
+    overrides = args.overrides
     path = Path(args.target).expanduser()
     error = ""  # with which the run has ended
     problems: list[str] = []  # files that cannot be read
@@ -56,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
         runs_dir = Path(str(overrides.pop("runs_dir", TrainConfig().runs_dir)))
         if overrides:
             raise UserError(f"--{next(iter(overrides))} changes a setting, which is for a config: {path} is a run")
-        files = RunFiles(open_run(args.target, runs_dir))
+        if path.suffix == ".toml" and not isdir(path) and not isdir(runs_dir / path):
+            raise UserError(f"there is no file {args.target}: give an existing config, or the name of a run")
+        files = RunFiles(find_folder(args.target, runs_dir))
         causes = diagnose_files(files)
         status = files.document("status.json")
         what, error = describe(files), str(status.get("error") or "") if Run(files.path).state == "failed" else ""
@@ -68,18 +69,6 @@ def run(args: argparse.Namespace) -> int:
         for line in report(what, causes, error, problems):
             print(line)
     return int(bool(error or problems) or any(cause.severity != "note" for cause in causes))
-
-
-def open_run(target: str, runs_dir: Path) -> Path:
-    """The folder of a run: by name or path, `run:` in front or not, even if its config.toml is lost."""
-    name = split_tag(target.removeprefix(PREFIX))[0]
-    path = Path(target).expanduser()
-    readable = isdir(path) and not access_problem(path)
-    if readable and any((path / file).is_file() for file in ("metrics.jsonl", "summary.json", "status.json")):
-        return path
-    if path.suffix == ".toml" and not any(isdir(folder) for folder in (path, runs_dir / name)):
-        raise UserError(f"there is no file {target}: give an existing config, or the name of a run")
-    return find_run(name, runs_dir)
 
 
 def describe(files: RunFiles) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.config import MeasureConfig, TrainConfig
-from assay.config.settings import load_settings, parse_overrides, reset_alternatives
+from assay.config.settings import load_settings, reset_alternatives
 from assay.runs import checkpoints
 from assay.runs.console import Console, asker, percent
 from assay.runs.resolve import PREFIX, describe_changes, find_run, run_settings, saved_settings, split_tag
@@ -112,7 +112,7 @@ def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Conso
 
 def settings_of(args: argparse.Namespace) -> MeasureConfig:
     """The settings of --config or of the first model that is a run's checkpoint, then the options."""
-    overrides = parse_overrides(args.overrides)
+    overrides = args.overrides
     other_task = {"task", "task.name"} & set(overrides)
     other_problems = other_task or {"env", "env.name"} & set(overrides)
     if args.data:
@@ -124,14 +124,13 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
         overrides.setdefault("eval.final_examples", overrides["eval.examples"])
     if args.split:
         overrides["eval.final_split"] = args.split
-    runs_dir = Path(str(overrides.get("runs_dir", MeasureConfig().runs_dir)))
 
     def is_used(key: str) -> bool:
         if other_problems:
             return key.startswith("prompt.") or key in KEPT  # prompts remain those of training
         return not (args.data and key in SELECTION)
 
-    inherited = inherited_settings(args.models, runs_dir, overrides, args.trust, is_used, args.config)
+    inherited = inherited_settings(args.models, overrides, args.trust, is_used, args.config)
     if args.data and not other_task and not reads_file(inherited.get("task.name"), args.data):
         inherited = {key: value for key, value in inherited.items() if not key.startswith("task.")}
         inherited["task.name"] = JSONL
@@ -148,7 +147,6 @@ def reads_file(task: str | None, file: str) -> bool:
 
 def inherited_settings(
     models: Sequence[str],
-    runs_dir: Path,
     overrides: Mapping[str, Any],
     trust: bool,
     is_used: Callable[[str], bool],
@@ -167,7 +165,7 @@ def inherited_settings(
     for model in models:
         if model.startswith(PREFIX):
             name, _ = split_tag(model.removeprefix(PREFIX))
-            folder = find_run(name, runs_dir)
+            folder = find_run(name, Path(str(overrides.get("runs_dir", TrainConfig().runs_dir))))
             cfg = run_settings(folder)
             warn_of_changes(cfg, folder)
             foreign = guard_run(cfg, folder, typed=overrides, trust=trust, ask=asker())

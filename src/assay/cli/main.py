@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,6 +43,17 @@ OUT_OF_MEMORY = (
     "engine.max_batch, or use a smaller model; --debug shows where it happened"
 )
 MAX_LINE = 1_000  # characters of an error message: names in it may be of any length
+WIDTH = 118
+REGISTRIES = {  # settings with built-in names, and where those are; imported only for the help
+    "task.name": "assay.tasks.registry:TASKS",
+    "env.name": "assay.envs.registry:ENVS",
+    "algo.recipe": "assay.algos.recipes:RECIPES",
+    "algo.advantage": "assay.algos.advantages:ADVANTAGES",
+    "algo.policy_loss": "assay.algos.terms:LOSSES",
+    "algo.aggregate": "assay.algos.batch:AGGREGATES",
+    "engine.name": "assay.config.sections:BUILT_IN_ENGINES",
+}
+GENERAL = "general"  # title of the settings without a section
 
 
 def main(argv: Sequence[str] | None = None, command: Callable[[list[str]], int] | None = None) -> int:
@@ -157,8 +169,6 @@ def run_command(module: ModuleType, program: str, words: list[str]) -> int:
     """Parse the words as the module declares them, and run it."""
     asked = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
     if hasattr(module, "SETTINGS") and asked is not None:
-        from assay.cli.settings_help import settings_help  # the settings take longer to import than the rest
-
         if only := "".join(words[asked + 1 : asked + 2]).lstrip("-"):
             print(settings_help(module.SETTINGS, only))
         else:
@@ -174,12 +184,23 @@ def make_parser(module: ModuleType, program: str) -> Parser:
 
 
 def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namespace:
-    """A command with SETTINGS takes any --section.key VALUE besides its own options."""
+    """A command with SETTINGS takes any --section.key VALUE besides its own options.
+
+    They become `overrides`, a dictionary, and `settings`, the words. An option that is short for a setting has its key
+    as `dest`.
+    """
     parser = make_parser(module, program)
     if not hasattr(module, "SETTINGS"):
         return parser.parse_args(words)
-    own, overrides = split_words(words, parser, module.SETTINGS)
-    return parser.parse_args(own, argparse.Namespace(overrides=overrides))
+    from assay.config.settings import literal, parse_overrides
+
+    own, settings = split_words(words, parser, module.SETTINGS)
+    args = parser.parse_args(own)
+    short = {key: value for key, value in vars(args).items() if "." in key and value is not None}
+    args.settings = settings
+    args.overrides = parse_overrides(settings)
+    args.overrides |= {key: literal(value) if isinstance(value, str) else value for key, value in short.items()}
+    return args
 
 
 def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[str], list[str]]:
@@ -216,6 +237,46 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def settings_help(kind: type[Any], only: str = "") -> str:
+    """The settings of a config class, grouped by section, for --help; `only` those of a section, or one key."""
+    from assay.config.settings import keys, section_at  # they take longer to import than the rest
+
+    groups: dict[str, list[str]] = {}
+    for key, field in keys(kind):
+        section = key.rpartition(".")[0]
+        if not only or only in (key, section or GENERAL):
+            groups.setdefault(section, []).append(entry(key, field))
+    if not groups:
+        sections = [GENERAL, *(name for name in kind.model_fields if section_at(kind, [name]))]
+        raise unknown_name("section", only, [*sections, *(key for key, _ in keys(kind))], listed=sections)
+    lines = ["settings (--section.key VALUE on the command line, or [section] key = value in a TOML file):"]
+    for section, entries in groups.items():
+        about = section_at(kind, [section]) if section else None
+        title = (about.__doc__ or "").strip().splitlines()[0] if about else ""
+        lines += ["", f"{section or GENERAL}: {title}".rstrip(), *entries]
+    return "\n".join(lines)
+
+
+def entry(key: str, field: Any) -> str:
+    from assay.config.settings import toml_value
+
+    default = field.get_default(call_default_factory=True)
+    shown = "" if default in (None, "", [], {}) else f" [{toml_value(default)}]"
+    text = textwrap.wrap((field.description or "").strip() + accepted_names(key, field) + shown, WIDTH - 32) or [""]
+    return "\n".join([f"  --{key:<27} {text[0]}", *(f"{'':32}{line}" for line in text[1:])])
+
+
+def accepted_names(key: str, field: Any) -> str:
+    """The names that a setting accepts, as a part of its help; empty if there is no fixed set."""
+    from assay.config.settings import literals
+
+    if key in REGISTRIES:
+        module, _, registry = REGISTRIES[key].partition(":")
+        return f"; built in: {', '.join(getattr(importlib.import_module(module), registry))}"
+    names = literals(field.annotation)
+    return f"; one of {', '.join(names)}" if names else ""
 
 
 def overview() -> str:

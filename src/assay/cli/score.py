@@ -18,7 +18,7 @@ from pydantic import Field
 
 from assay.cli.eval import add_config, inherited_settings
 from assay.config import JudgeConfig, RewardConfig, Section, TaskConfig
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePanel, Judging, MathVerifyJudge, check_verdicts
 from assay.runs.console import Console, aligned
 from assay.types import Status, UserError, Verdict, excerpt, plural, unknown_name
@@ -46,18 +46,6 @@ class ScoreConfig(Section):
 
 
 SETTINGS = ScoreConfig
-SHORT = {  # options that are short for a setting
-    "task": "task",
-    "extract": "reward.extract",
-    "reward": "reward.function",
-    "correct": "reward.correct",
-    "wrong": "reward.wrong",
-    "unparsable": "reward.unparsable",
-    "timeout": "reward.timeout_s",
-    "workers": "reward.workers",
-    "sandbox": "reward.sandbox",
-    "pass_env": "reward.pass_env",
-}
 SHOWN_DISAGREEMENTS = 20
 
 
@@ -65,16 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     forms = "|".join(EXTRACTORS)
     parser.add_argument("file", metavar="FILE", help="the completions: JSONL, or Parquet")
     parser.add_argument("--task", metavar="NAME", help="gsm8k, math, countdown, abacus, code, or my_file.py:MyTask")
-    parser.add_argument("--extract", metavar=forms, help="required answer format (default: the task's)")
     parser.add_argument("--lenient", action="store_true", help="accept other answer formats, or the last number")
-    parser.add_argument(
-        "--reward", metavar="FILE.py:FN", help="a reward function instead of the task's judge, or 'judge'"
-    )
-    parser.add_argument("--correct", type=float, metavar="R", help="reward of a correct answer (default 1)")
-    parser.add_argument("--wrong", type=float, metavar="R", help="reward of a wrong answer (default 0)")
-    parser.add_argument("--unparsable", type=float, metavar="R", help="reward of an unparsable answer (default 0)")
-    parser.add_argument("--timeout", type=float, metavar="S", help="time limit per answer in seconds (default 5)")
-    parser.add_argument("--workers", type=int, metavar="N", help="judge processes (default 2)")
+    for option, key, metavar, text in (  # short for settings
+        ("extract", "extract", forms, "required answer format (default: the task's)"),
+        ("reward", "function", "FILE.py:FN", "a reward function instead of the task's judge, or 'judge'"),
+        ("correct", "correct", "R", "reward of a correct answer (default 1)"),
+        ("wrong", "wrong", "R", "reward of a wrong answer (default 0)"),
+        ("unparsable", "unparsable", "R", "reward of an unparsable answer (default 0)"),
+        ("timeout", "timeout_s", "S", "time limit per answer in seconds (default 5)"),
+        ("workers", "workers", "N", "judge processes (default 2)"),
+    ):
+        parser.add_argument(f"--{option}", dest=f"reward.{key}", metavar=metavar, help=text)
     add_sandbox_arguments(parser)
     add_config(parser)
     parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="output file")
@@ -87,12 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sandbox", choices=("auto", "strict", "off"), help="see the setting reward.sandbox (default auto)"
-    )
-    parser.add_argument(
-        "--pass-env", action="append", metavar="NAME", help="an environment variable to pass to the judge"
-    )
+    text = "see the setting reward.sandbox (default auto)"
+    parser.add_argument("--sandbox", dest="reward.sandbox", choices=("auto", "strict", "off"), default=None, help=text)
+    text = "an environment variable to pass to the judge"
+    parser.add_argument("--pass-env", dest="reward.pass_env", action="append", metavar="NAME", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             "no judge: give --task NAME (gsm8k, math, countdown, abacus, code), --reward FILE.py:FUNCTION, or a "
             "--config that names a task"
         )
-    if TASK_JUDGE not in functions and (args.extract is not None or args.lenient):
+    if TASK_JUDGE not in functions and (args.lenient or "reward.extract" in args.overrides):
         raise UserError("--extract and --lenient have no effect with a reward function: leave them out")
     task = make_task(cfg.task.name, cfg.task.path or None, **cfg.task.args) if cfg.task.name else None
     other = second_judge(args.against, task, cfg.reward.extract)
@@ -134,17 +121,18 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> ScoreConfig:
     """The settings of --config, then the options."""
-    overrides = parse_overrides(args.overrides)
-    overrides |= {key: value for name, key in SHORT.items() if (value := getattr(args, name)) is not None}
+    overrides = args.overrides
+    if args.task is not None:
+        overrides["task"] = args.task
     if args.lenient:
         overrides["reward.strict"] = False
-    if args.reward is not None:  # replaces all functions of the config
+    if getattr(args, "reward.function") is not None:  # replaces all functions of the config
         overrides |= {"reward.functions": [], "reward.weights": []}
 
     def is_used(key: str) -> bool:
         return key.partition(".")[0] in ScoreConfig.model_fields
 
-    inherited = inherited_settings((), Path(), overrides, False, is_used, args.config)
+    inherited = inherited_settings((), overrides, False, is_used, args.config)
     return load_settings(ScoreConfig, None, {**inherited, **overrides})
 
 

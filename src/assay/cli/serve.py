@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from assay.cli.eval import add_trust, inherited_settings
@@ -34,13 +33,15 @@ OF_CLASSIFIERS = ("http.", "runs_dir", "device", "threads", "engine.dtype")  # s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder, hub id, GGUF file or run:NAME@STEP")
-    parser.add_argument("--host", metavar="ADDRESS", help="short for --http.host [127.0.0.1]")
-    parser.add_argument("--port", metavar="N", help="short for --http.port [8000]; 0: any free port")
-    parser.add_argument("--name", metavar="NAME", help="short for --http.name: the model's name in requests")
-    parser.add_argument("--api-key-env", metavar="NAME", help="short for --http.api_key_env")
-    parser.add_argument(
-        "--allow-updates", action="store_true", help="short for --http.allow_updates: let a trainer replace the weights"
-    )
+    for option, key, metavar, text in (
+        ("host", "host", "ADDRESS", " [127.0.0.1]"),
+        ("port", "port", "N", " [8000]; 0: any free port"),
+        ("name", "name", "NAME", ": the model's name in requests"),
+        ("api-key-env", "api_key_env", "NAME", ""),
+    ):
+        parser.add_argument(f"--{option}", dest=f"http.{key}", metavar=metavar, help=f"short for --http.{key}{text}")
+    text = "short for --http.allow_updates: let a trainer replace the weights"
+    parser.add_argument("--allow-updates", dest="http.allow_updates", action="store_const", const=True, help=text)
     add_trust(parser)
 
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     listener = bind(cfg.http.host, cfg.http.port)
     try:
         if is_classifier(args.model):
-            check_classifier_settings(cfg, parse_overrides(args.overrides))
+            check_classifier_settings(cfg, parse_overrides(args.settings))
             run_classifier(args.model, cfg, listener)
         else:
             run_language_model(args.model, cfg, listener)
@@ -129,19 +130,14 @@ def say(text: str) -> None:
 
 def settings_of(args: argparse.Namespace) -> ServeConfig:
     """The prompt and length settings of a run's checkpoint, then the options."""
-    short = {"host": args.host, "port": args.port, "name": args.name, "api_key_env": args.api_key_env}
-    words = [f"--http.{key}={value}" for key, value in short.items() if value is not None]
-    words += ["--http.allow_updates=true"] if args.allow_updates else []
-    overrides: dict[str, Any] = parse_overrides([*args.overrides, *words])
-    runs_dir = Path(str(overrides.get("runs_dir", ServeConfig().runs_dir)))
 
     def is_used(key: str) -> bool:
         return key.startswith("prompt.") or key == "model.max_length"
 
-    inherited = inherited_settings([args.model], runs_dir, overrides, args.trust, is_used)
-    cfg = load_settings(ServeConfig, None, {**inherited, **overrides})
+    inherited = inherited_settings([args.model], args.overrides, args.trust, is_used)
+    cfg = load_settings(ServeConfig, None, {**inherited, **args.overrides})
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file:
-        if "prompt.few_shot" in overrides:
+        if "prompt.few_shot" in args.overrides:
             raise UserError("assay serve has no task to take examples from: set prompt.few_shot_file")
         cfg.prompt.few_shot = 0  # the examples come from the run's task, the client sends its own messages
     return cfg

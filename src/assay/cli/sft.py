@@ -8,7 +8,7 @@ from pathlib import Path
 
 from assay.cli.train import start
 from assay.config import TrainConfig
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings
 from assay.runs.console import make_console
 from assay.runs.directory import as_name
 from assay.types import UserError
@@ -25,12 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with make_console() as console:
         warnings.showwarning = lambda message, *_: console.warn(str(message))
-        overrides = parse_overrides(args.overrides)
-        cfg = load_settings(TrainConfig, args.config, overrides)
+        cfg = load_settings(TrainConfig, args.config, args.overrides)
         if not cfg.sft.steps:
             raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
         stem = cfg.name or (as_name(Path(args.config).stem) if args.config else "")
-        if "name" not in overrides:  # the config's name is that of the whole run
+        if "name" not in args.overrides:  # the config's name is that of the whole run
             cfg.name = f"{stem}-sft" if stem else "sft"
         cfg.train.steps, cfg.train.epochs, cfg.train.budget = 0, 0.0, 0
         return start(cfg, console, args.dry_run)

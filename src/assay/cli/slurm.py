@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import join, quote
 
 from assay.config import TrainConfig
-from assay.config.settings import load_settings, parse_overrides
+from assay.config.settings import load_settings
 from assay.runs.directory import as_name, check_name
 from assay.types import UserError
 
@@ -64,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    overrides = parse_overrides(args.overrides)
-    cfg = load_settings(TrainConfig, args.config, overrides)
+    cfg = load_settings(TrainConfig, args.config, args.overrides)
     check_engines(args, cfg)
     name = cfg.name or as_name(Path(args.config).stem)
     check_name(name)
@@ -165,7 +164,7 @@ def seconds(limit: str) -> float:
 def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
     """Options of sbatch, the user's commands, the values of this run, and the common part (slurm_job.sh)."""
     logs = f"{cfg.runs_dir}/slurm/".replace("%", "%%")  # Slurm replaces %x and others by names
-    settings = [word for word in args.overrides if word.partition("=")[0] != "--name"]
+    settings = [word for word in args.settings if word.partition("=")[0] != "--name"]
     options = {
         "job-name": name,
         "nodes": args.nodes + (args.engines or 0),

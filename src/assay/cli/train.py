@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.config import LoopConfig, TrainConfig
-from assay.config.settings import load_settings, parse_overrides, to_toml
+from assay.config.settings import load_settings, to_toml
 from assay.runs.console import Console, asker, is_distributed, is_main, make_console, percent
 from assay.runs.directory import as_name, read_metrics
 from assay.runs.resolve import check_fixed, differences, run_settings
@@ -39,14 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    overrides = parse_overrides(args.overrides)
     with make_console() as console:
         warnings.showwarning = lambda message, *_: console.warn(str(message))
         if args.resume:
-            return resume(args, overrides, console)
+            return resume(args, args.overrides, console)
         if not args.config:
             raise UserError("no config: give a TOML file, e.g. assay train configs/demo.toml, or --resume RUN")
-        cfg = load_settings(TrainConfig, args.config, overrides)
+        cfg = load_settings(TrainConfig, args.config, args.overrides)
         cfg.name = cfg.name or as_name(Path(args.config).stem)
         return start(cfg, console, args.dry_run)
 

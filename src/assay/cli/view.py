@@ -17,7 +17,7 @@ from pathlib import Path
 
 from assay.cli.report import find_folder
 from assay.cli.runs import add_runs_dir
-from assay.system.http_server import bind, is_loopback
+from assay.system.http_server import bind, is_loopback, make_http_server, serve_until_stopped
 from assay.types import UserError, missing_extra, plural
 
 HELP = """Show runs in the browser: curves, prompts, rollouts token by token, and what is wrong with them.
@@ -26,6 +26,7 @@ HELP = """Show runs in the browser: curves, prompts, rollouts token by token, an
   assay view demo other/runs/big   two runs, by name or path
 Only this machine can reach the page, and only with the token in the printed URL. Ctrl-C ends it."""
 PORT = 6360
+KEEP_ALIVE_S = 30  # after which an idle connection is closed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from assay.web.app import make_app, make_server
+        import uvicorn  # noqa: F401
+
+        from assay.web.app import make_app
     except ImportError:
         raise missing_extra("assay view", "view") from None
     from assay.web.library import Library
@@ -57,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     listener = listen(args.host, args.port)
     try:
         token = secrets.token_urlsafe(24)
-        server = make_server(make_app(library, token, accepted_hosts(args.host)))
         url = page_url(listener, token)
 
         def announce() -> None:
@@ -67,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
         sys.setswitchinterval(0.001)  # requests wait less for the thread that indexes rollouts
         threading.Thread(target=library.runs, daemon=True).start()  # reads all metrics, for the first page
-        asyncio.run(server.serve_on(listener, announce))
+        app = make_app(library, token, accepted_hosts(args.host))
+        server = make_http_server(app, announce, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1)
+        asyncio.run(serve_until_stopped(server, listener, lambda: None))
     finally:
         listener.close()
     return 0

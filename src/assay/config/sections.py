@@ -595,28 +595,44 @@ class SGLangConfig(InferenceServerConfig):
     """for engine.sleep_while_training: keep a copy in CPU memory; false: drop weights until the next weight update"""
 
 
-class TrainConfig(Section):
-    """A training run."""
+class CommandConfig(Section):
+    """Settings of all commands that load a model."""
 
-    name: str = ""
-    """name of the run; empty: the name of the config file"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
-    seed: Seed = 0
-    """seed of data order, sampling and new weights"""
     device: str = "auto"
     """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
     threads: Count = 0
     """CPU threads; 0: OMP_NUM_THREADS or, on a CPU, one per 5 million parameters, at most the number of cores"""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """dtype of computation in training; master weights are float32. float64 applies to both; slow, for comparisons"""
     model: ModelConfig = Field(default_factory=ModelConfig)
-    lora: LoraConfig = Field(default_factory=LoraConfig)
+    prompt: PromptConfig = Field(default_factory=PromptConfig)
+
+
+class ProblemsConfig(CommandConfig):
+    """Settings of commands that sample and judge answers to problems."""
+
+    seed: Seed = 0
+    """seed of sampling"""
     task: TaskConfig = Field(default_factory=TaskConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
-    prompt: PromptConfig = Field(default_factory=PromptConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
+
+
+class TrainConfig(ProblemsConfig):
+    """A training run."""
+
+    name: str = ""
+    """name of the run; empty: the name of the config file"""
+    seed: Seed = 0
+    """seed of data order, sampling and new weights"""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """dtype of computation in training; master weights are float32. float64 applies to both; slow, for comparisons"""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     reference: ReferenceServerConfig = Field(default_factory=ReferenceServerConfig)
@@ -626,38 +642,16 @@ class TrainConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: LoopConfig = Field(default_factory=LoopConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
     save: SaveConfig = Field(default_factory=SaveConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     engine: TrainingEngineConfig = Field(default_factory=TrainingEngineConfig)
-    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
-    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
-    server: ServerConfig = Field(default_factory=ServerConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
 
 
-class MeasureConfig(Section):
+class MeasureConfig(ProblemsConfig):
     """Settings of an evaluation: the sections of a training run that apply to it."""
 
-    runs_dir: str = "runs"
-    """folder that holds the runs"""
-    seed: Seed = 0
-    """seed of sampling"""
-    device: str = "auto"
-    """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
-    threads: Count = 0
-    """CPU threads; 0: OMP_NUM_THREADS or, on a CPU, one per 5 million parameters, at most the number of cores"""
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    task: TaskConfig = Field(default_factory=TaskConfig)
-    env: EnvConfig = Field(default_factory=EnvConfig)
-    prompt: PromptConfig = Field(default_factory=PromptConfig)
-    reward: RewardConfig = Field(default_factory=RewardConfig)
-    judge: JudgeConfig = Field(default_factory=JudgeConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
-    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
-    server: ServerConfig = Field(default_factory=ServerConfig)
     openai: OpenAIConfig = Field(default_factory=OpenAIConfig)
 
 
@@ -690,16 +684,8 @@ class HttpConfig(Section):
     """seconds to finish running requests after Ctrl-C or SIGTERM"""
 
 
-class ServeConfig(Section):
+class ServeConfig(CommandConfig):
     """Settings of `assay serve`: the sections of an evaluation that apply to it, and the HTTP server."""
 
-    runs_dir: str = "runs"
-    """folder that holds the runs"""
-    device: str = "auto"
-    """cuda, cuda:N, mps, cpu, or auto: the first of cuda, mps and cpu that is available"""
-    threads: Count = 0
-    """CPU threads; 0: OMP_NUM_THREADS or, on a CPU, one per 5 million parameters, at most the number of cores"""
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    prompt: PromptConfig = Field(default_factory=PromptConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from assay.engine.base import SamplingParams
-from assay.evals.stats import Paired, bootstrap, majority_at_k, mcnemar, paired_test, pass_at_k_values, wilson
+from assay.evals.stats import Paired, bootstrap, majority_at_k, paired_test, pass_at_k_values, wilson
 from assay.rollout import Collector
 from assay.types import TASK_LABEL, Group, Prompt, Status
 
@@ -117,8 +117,6 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 def compare(before: Report, after: Report) -> Paired:
     """Paired test of two reports on the same questions."""
     assert before.ids == after.ids, "a paired test needs the same questions in the same order"
-    if before.correct.shape[1] == after.correct.shape[1] == 1:
-        return mcnemar(before.correct[:, 0], after.correct[:, 0])
     return paired_test(before.correct.mean(axis=1), after.correct.mean(axis=1), seed=0)
 
 

@@ -117,11 +117,13 @@ def mcnemar(before: ArrayLike, after: ArrayLike) -> Paired:
 def paired_test(before_means: ArrayLike, after_means: ArrayLike, seed: int, rounds: int = 20_000) -> Paired:
     """Two-sided sign-flip test of the mean difference between per-question means (several answers per question).
 
-    Means of n samples are multiples of 1/n, so the null distribution can be computed exactly; for one answer per
-    question this is McNemar's test. For other values, or too many, signs are flipped at random `rounds` times, and the
-    p-value is at least 1 / (rounds + 1).
+    Successes and failures are compared by McNemar's test. Means of n samples are multiples of 1/n, so the null
+    distribution can be computed exactly. For other values, or too many, signs are flipped at random `rounds` times, and
+    the p-value is at least 1 / (rounds + 1).
     """
     was, now = np.asarray(before_means, dtype=np.float64), np.asarray(after_means, dtype=np.float64)
+    if _are_binary(was, now):
+        return mcnemar(was, now)
     _require_same_questions(was, now)
     differences = now - was
     scale = _common_denominator(differences)
@@ -130,12 +132,6 @@ def paired_test(before_means: ArrayLike, after_means: ArrayLike, seed: int, roun
         return Paired(_exact_sign_flip(units), int((units > 0).sum()), int((units < 0).sum()))
     p_value = _sampled_sign_flip(differences, seed, rounds)
     return Paired(p_value, int((differences > 1e-9).sum()), int((differences < -1e-9).sum()))
-
-
-def paired_p_value(before: NDArray[np.float64], after: NDArray[np.float64]) -> float:
-    """McNemar's test for successes and failures, else `paired_test`. Arguments: one value from 0 to 1 per question."""
-    is_binary = np.isin(np.concatenate([before, after]), (0.0, 1.0)).all()
-    return (mcnemar(before, after) if is_binary else paired_test(before, after, seed=0)).p_value
 
 
 def difference_interval(
@@ -149,7 +145,7 @@ def difference_interval(
     was, now = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if paired:
         _require_same_questions(was, now)
-    if np.isin(np.concatenate([was, now]), (0.0, 1.0)).all():
+    if _are_binary(was, now):
         return _newcombe(was, now, _correlation(was, now) if paired else 0.0, confidence)
     if paired:
         return bootstrap(now - was, seed=0, confidence=confidence)
@@ -180,6 +176,11 @@ def _correlation(was: NDArray, now: NDArray) -> float:
     product = max(product - n / 2, 0.0) if product > 0 else product
     sides = (both + first) * (second + none) * (both + second) * (first + none)
     return product / math.sqrt(sides) if sides else 0.0
+
+
+def _are_binary(*values: NDArray) -> bool:
+    """Whether all values are successes or failures."""
+    return bool(np.isin(np.concatenate([part.ravel() for part in values]), (0.0, 1.0)).all())
 
 
 def _require_same_questions(before: NDArray, after: NDArray) -> None:

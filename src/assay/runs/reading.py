@@ -12,10 +12,8 @@ from typing import Any
 
 from assay.config import TrainConfig
 from assay.runs.console import finite
-from assay.runs.directory import Run
-from assay.runs.files import from_json, json_lines, json_object, read_json, unreadable
+from assay.runs.files import from_json, json_lines, json_object, unreadable
 from assay.runs.rollouts import rollout_path, rollout_steps
-from assay.types import UserError, hide_credentials
 
 METRICS = "metrics.jsonl"
 FOLDERS = ("rollouts", "evals")
@@ -114,19 +112,6 @@ class RunParts:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
-def describe(run: Run) -> dict[str, Any]:
-    """Facts about a run. Raises if one of its files is damaged."""
-    parts = RunParts(
-        state=run.state,
-        config=read_config(run),
-        rows=run.read_metrics(),
-        summary=run.read_summary(),
-        status=run.read_status(),
-        environment=read_json(run.path / "environment.json"),
-    )
-    return facts_of(parts, run.name, str(run.path))
-
-
 def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
     config, summary, rows = parts.config, parts.summary, parts.rows
     facts = {
@@ -153,13 +138,6 @@ def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
         low, high = last(rows, "before/low"), last(rows, "before/high")
         facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
     return facts
-
-
-def read_config(run: Run) -> dict[str, Any]:
-    try:
-        return tomllib.loads(hide_credentials(run.config_toml))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{run.path / 'config.toml'} is not valid TOML ({error}): fix it or delete the run") from error
 
 
 def planned_steps(config: Mapping[str, Any]) -> int | None:

@@ -24,8 +24,9 @@ from assay.rewards.reward_model_worker import Item, Outputs, RewardModelProcess
 from assay.server import metrics as names
 from assay.server.app import unsupported, with_common_routes
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
-from assay.server.server import make_http_server, nothing, serve_until_stopped
+from assay.server.server import make_http_server, nothing
 from assay.server.service import HttpService, json_response
+from assay.system.http_server import serve_until_stopped
 from assay.system.spawn import WorkerDied, exit_reason
 from assay.types import describe_error
 

@@ -9,13 +9,12 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 from torch import Tensor
 
 from assay.config import HttpConfig
@@ -26,7 +25,8 @@ from assay.server.app import make_app
 from assay.server.metrics import Metrics
 from assay.server.protocol import RequestParser
 from assay.server.service import Service
-from assay.system.http_server import limit_headers
+from assay.system import http_server
+from assay.system.http_server import serve_until_stopped
 from assay.text import Renderer
 from assay.types import UserError, describe_error
 
@@ -166,27 +166,6 @@ class EngineControl:
                 self._chunked = None
 
 
-class HttpServer(uvicorn.Server):
-    """Stops on Ctrl-C or SIGTERM after the running requests; on a second one immediately."""
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] = nothing) -> None:
-        super().__init__(config)
-        self.on_ready = on_ready
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # `serve` handles signals: uvicorn would raise them again at the end
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.on_ready()
-
-    def stop(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -209,21 +188,15 @@ def build_service(
     )
 
 
-def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> HttpServer:
-    config = uvicorn.Config(
+def make_http_server(app: Any, cfg: HttpConfig, on_ready: Callable[[], None] = nothing) -> Any:
+    return http_server.make_http_server(
         app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
+        on_ready,
         date_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(int(cfg.drain_s), 1),
     )
-    limit_headers(config)
-    return HttpServer(config, on_ready)
 
 
 async def run_server(engine: Engine, serving: Serving, listener: socket.socket) -> None:
@@ -233,17 +206,3 @@ async def run_server(engine: Engine, serving: Serving, listener: socket.socket) 
         service = build_service(serving, client, control.call)
         server = make_http_server(make_app(service), serving.cfg, serving.on_ready)
         await serve_until_stopped(server, listener, serving.on_stop)
-
-
-async def serve_until_stopped(server: HttpServer, listener: socket.socket, on_stop: Callable[[], None]) -> None:
-    """`on_stop`: called when the server only finishes the running requests."""
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        server.stop()
-        on_stop()
-
-    for number in STOP_SIGNALS:
-        with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
-            loop.add_signal_handler(number, stop)
-    await server.serve([listener])

@@ -1,12 +1,14 @@
-"""Listening on a port: binding, and limits on connections before a request reaches the application."""
+"""HTTP servers: binding a port, limits on connections before a request reaches the application, and signals."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import signal
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from assay.types import UserError
@@ -132,3 +134,43 @@ def limit_headers(config: uvicorn.Config) -> None:
                 self.transport.close()
 
     config.http_protocol_class = LimitedProtocol
+
+
+def make_http_server(app: Any, on_ready: Callable[[], None], **options: Any) -> Any:
+    """A server that calls `on_ready` when connections are accepted. `options`: see `uvicorn.Config`."""
+    import uvicorn
+
+    class HttpServer(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # `serve_until_stopped` handles signals: uvicorn would raise them again at the end
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                on_ready()
+
+        def stop(self) -> None:
+            """Stop after the running requests; the second time immediately."""
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False, **options
+    )
+    limit_headers(config)
+    return HttpServer(config)
+
+
+async def serve_until_stopped(server: Any, listener: socket.socket, on_stop: Callable[[], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM. `on_stop`: called when the server only finishes the running requests."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.stop()
+        on_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
+            loop.add_signal_handler(number, stop)
+    await server.serve([listener])

@@ -6,23 +6,19 @@ foreign name that resolves to this machine (DNS rebinding) is refused. So are re
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
 import json
 import re
-import signal
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import uvicorn
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -30,13 +26,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from assay.system.http_server import is_same_origin, limit_headers
+from assay.system.http_server import is_loopback, is_same_origin
 from assay.types import describe_error
-from assay.web.activity import activity
-from assay.web.data import RunView, ViewError, plain
-from assay.web.index import TRAIN
+from assay.web.compare import CompareQuery
+from assay.web.data import MetricsQuery, RunView, ViewError, plain
+from assay.web.index import TRAIN, activity
 from assay.web.library import Library
-from assay.web.table import Integer, Names, RolloutFilter, Text
+from assay.web.table import PromptsQuery, RolloutsQuery
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -58,8 +54,6 @@ HEADERS = {
 }
 NO_TOKEN = "This page needs the token: open the URL that `assay view` has printed."
 FOREIGN = "This request comes from another site: paste the URL that `assay view` has printed into the address bar."
-MAX_LIMIT = 500  # rows of one answer
-KEEP_ALIVE_S = 30  # after which an idle connection is closed
 
 
 class Guard:
@@ -106,11 +100,11 @@ class Guard:
         return response
 
     def is_own_host(self, header: str) -> bool:
-        name = host_name(header)
-        if name == "localhost" or (name is not None and name in self.hosts):
+        name = host_name(header) or ""
+        if is_loopback(name) or name in self.hosts:
             return True
         with suppress(ValueError):
-            return ipaddress.ip_address(name or "").is_loopback or "*" in self.hosts
+            return "*" in self.hosts and bool(ipaddress.ip_address(name))
         return False
 
     def is_authorized(self, request: Request) -> bool:
@@ -143,43 +137,6 @@ def answer(content: Any, status: int = 200) -> Response:
     return Response(text, status, media_type="application/json")
 
 
-Order = Literal["asc", "desc"]
-
-
-class Page(BaseModel):
-    """Parameters of a request; those that a request does not know are ignored."""
-
-    offset: Annotated[int, Field(ge=0, le=2**53)] = 0
-    limit: Annotated[int, Field(ge=0, le=MAX_LIMIT)] = 50
-    search: Text = ""
-
-
-class MetricsQuery(BaseModel):
-    names: Names = ()
-    x: Text = "step"
-    points: Annotated[int, Field(ge=0, le=2**31)] = 1000
-    since: Integer | None = None
-
-
-class PromptsQuery(Page):
-    source: Literal["train", "eval"] = "train"
-    sort: Literal["id", "pass_rate", "change", "seen"] = "id"
-    order: Order = "asc"
-
-
-class RolloutsQuery(RolloutFilter, Page):
-    sort: Literal["step", "reward", "length", "advantage"] = "step"
-    order: Order = "asc"
-
-
-class CompareQuery(Page):
-    a: Text
-    b: Text
-    run_a: Text
-    run_b: Text
-    show: Literal["changed", "gained", "lost", "all"] = "changed"
-
-
 Parameters = TypeVar("Parameters", bound=BaseModel)
 
 
@@ -194,7 +151,7 @@ def parsed(model: type[Parameters], request: Request, **defaults: str) -> Parame
 
 
 def list_query(request: Request, source: str) -> RolloutsQuery:
-    """Filter and order of a list of rollouts. `source`: the default."""
+    """`source`: the default."""
     step = request.query_params.get("step")
     return parsed(RolloutsQuery, request, source=source, **({"from": step, "to": step} if step else {}))
 
@@ -230,24 +187,18 @@ class Endpoints:
         return self.library.view(request.path_params["run"])
 
     def metrics(self, request: Request) -> Any:
-        query = parsed(MetricsQuery, request)
-        return self.view(request).metrics(query.names, query.x, query.points, query.since)
+        return self.view(request).metrics(parsed(MetricsQuery, request))
 
     def prompts(self, request: Request) -> Any:
-        query = parsed(PromptsQuery, request)
-        return self.view(request).prompts(
-            query.source == "eval", query.search, query.sort, query.order == "desc", query.offset, query.limit
-        )
+        return self.view(request).current_table().prompts(parsed(PromptsQuery, request))
 
     def rollouts(self, request: Request) -> Any:
-        query = list_query(request, TRAIN)
-        return self.view(request).rollouts(query, query.sort, query.order == "desc", query.offset, query.limit)
+        return self.view(request).rollouts(list_query(request, TRAIN))
 
     def neighbors(self, request: Request) -> Any:
         source = request.path_params["source"]
         step, index = path_integers(request, "step", "index")
-        query = list_query(request, source)
-        return self.view(request).neighbors((source, step, index), query, query.sort, query.order == "desc")
+        return self.view(request).neighbors((source, step, index), list_query(request, source))
 
     def rollout(self, request: Request) -> Any:
         return self.view(request).rollout(request.path_params["source"], *path_integers(request, "step", "index"))
@@ -258,9 +209,7 @@ class Endpoints:
 
     def compare(self, request: Request) -> Any:
         run = request.path_params.get("run")
-        query = parsed(CompareQuery, request, **({"run_a": run, "run_b": run} if run else {}))
-        options = query.model_dump(include={"show", "search", "offset", "limit"})
-        return self.library.compare((query.run_a, query.a), (query.run_b, query.b), **options)
+        return self.library.compare(parsed(CompareQuery, request, **({"run_a": run, "run_b": run} if run else {})))
 
 
 def make_app(library: Library, token: str, hosts: frozenset[str] = frozenset()) -> ASGIApp:
@@ -300,40 +249,3 @@ def static_file(name: str) -> Response:
     if path is None:
         return Response("There is no such file.\n", 404, media_type="text/plain")
     return Response(path.read_bytes(), media_type=TYPES[path.suffix])
-
-
-# The server
-
-
-class ViewServer(uvicorn.Server):
-    """Ends on Ctrl-C or SIGTERM, without an error."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # `serve` handles them: uvicorn would raise them again at the end
-
-    async def serve_on(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
-        loop.call_soon(on_ready)
-        await self.serve([listener])
-
-    def stop(self) -> None:
-        self.should_exit = True
-
-
-def make_server(app: ASGIApp) -> ViewServer:
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-    )
-    limit_headers(config)
-    return ViewServer(config)

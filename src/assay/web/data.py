@@ -15,16 +15,16 @@ from dataclasses import asdict
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field
 
 from assay.checks.diagnosis import diagnose_files
 from assay.runs.curves import X_LABELS, shown_panels
 from assay.runs.files import json_object, to_json
 from assay.runs.reading import RunFiles
 from assay.types import describe_error
-from assay.web.activity import activity
 from assay.web.folder import MAX_DEPTH, RunFolder, Stamp, is_deeper, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
@@ -35,14 +35,33 @@ from assay.web.index import (
     IndexedFile,
     Place,
     RunIndex,
+    activity,
     file_name,
     place_of,
     read_arrays,
     read_file,
 )
-from assay.web.lines import cleaned, context_spans, problem_of_arrays, skip_reason, token_columns, turns_of
-from assay.web.table import ALL_EVALUATIONS, CHANGES, OK, RolloutFilter, RolloutTable, TextSearch
-from assay.web.tokens import RunTokenizer, load_tokens
+from assay.web.rollout import (
+    RunTokenizer,
+    cleaned,
+    context_spans,
+    load_tokens,
+    problem_of_arrays,
+    skip_reason,
+    token_columns,
+    turns_of,
+)
+from assay.web.table import (
+    ALL_EVALUATIONS,
+    CHANGES,
+    OK,
+    Integer,
+    Names,
+    RolloutsQuery,
+    RolloutTable,
+    Text,
+    TextSearch,
+)
 
 FACTS = (
     *("path", "state", "error", "started", "task", "model", "algorithm", "seed", "steps", "steps_planned"),
@@ -50,8 +69,8 @@ FACTS = (
 )
 MAX_PROBLEMS = 20  # that are listed; the others are counted
 FINDINGS_WAIT_S = 0.05  # for findings that are not known yet
+READY_WAIT_S = 3.0  # before a diagnosis, for the index: the lists are needed first
 FINDINGS_PAUSE_S = 10.0  # at least, between two diagnoses of a run in progress
-MAX_POINTS = 20_000
 INDEX_WAIT_S = 0.08  # for the index of a small run
 TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
 TOKENIZER_WAIT_S = 0.08
@@ -63,7 +82,6 @@ ANSWER_FIELDS = (
 LOADING = "the tokenizer is being loaded"
 
 
-_EVERYTHING = RolloutFilter()
 _threads = ThreadPoolExecutor(2, thread_name_prefix="assay-view")
 
 
@@ -73,6 +91,15 @@ class ViewError(Exception):
     def __init__(self, message: str, status: int = 404) -> None:
         super().__init__(message)
         self.status = status
+
+
+class MetricsQuery(BaseModel):
+    """Parameters of a request for curves."""
+
+    names: Names = ()
+    x: Text = "step"
+    points: Annotated[int, Field(ge=2, le=20_000)] = 1000
+    since: Integer | None = None
 
 
 class RunView:
@@ -193,6 +220,8 @@ class RunView:
         return self._findings, self._findings_problem
 
     def _diagnose(self) -> None:
+        if self._request_index is not None:
+            self._ready.wait(READY_WAIT_S)
         start = time.monotonic()
         try:
             self.folder.check_regular()
@@ -204,22 +233,18 @@ class RunView:
         self._findings_problem = None
         self._findings = [asdict(cause) for cause in causes]
 
-    def metrics(
-        self, names: Sequence[str] = (), x: str = "step", points: int = 1000, since: int | None = None
-    ) -> dict[str, Any]:
+    def metrics(self, query: MetricsQuery) -> dict[str, Any]:
         """Curves. Without names: all that have a panel."""
+        x, file = query.x, self.folder.metrics
         if x not in X_LABELS:
             raise ViewError(f"x must be one of {', '.join(X_LABELS)}", 400)
-        if not 2 <= points <= MAX_POINTS:
-            raise ViewError(f"points must be from 2 to {MAX_POINTS}", 400)
-        file = self.folder.metrics
         file.read()
         cursor = file.size
-        if since == cursor:
+        if query.since == cursor:
             return {"cursor": cursor, "unchanged": True}
         panels = shown_panels(file.points)
-        names = names or list(dict.fromkeys(name for panel in panels for name in panel.metrics))
-        series = {name: curve(*file.points(name, x), points) for name in names if name in file.columns}
+        names = query.names or dict.fromkeys(name for panel in panels for name in panel.metrics)
+        series = {name: curve(*file.points(name, x), query.points) for name in names if name in file.columns}
         intervals = {
             name: bounds
             for name in series
@@ -237,48 +262,35 @@ class RunView:
 
     # Rollouts
 
-    def rollouts(
-        self,
-        wanted: RolloutFilter = _EVERYTHING,
-        sort: str = "step",
-        descending: bool = False,
-        offset: int = 0,
-        limit: int = 50,
-    ) -> dict[str, Any]:
+    def rollouts(self, query: RolloutsQuery) -> dict[str, Any]:
         """One page of a list of rollouts, and the number of all by status."""
         table = self.current_table()
-        numbers, statuses, searched = self._selected(table, wanted, sort, descending)
-        rows = [table.row(number) for number in numbers[offset : offset + limit].tolist()]
+        numbers, statuses, searched = self._selected(table, query)
+        rows = [table.row(number) for number in numbers[query.offset : query.offset + query.limit].tolist()]
         return {"total": len(numbers), "rows": rows, "statuses": statuses, "searched": searched}
 
     def _selected(
-        self, table: RolloutTable, wanted: RolloutFilter, sort: str, descending: bool
+        self, table: RolloutTable, query: RolloutsQuery
     ) -> tuple[np.ndarray, dict[str, int], dict[str, int] | None]:
         """Numbers of the rows of a list in its order, counts by status, and how far the search is."""
-        name = file_name(wanted.source, 0)
-        if wanted.source not in (TRAIN, SKIPPED, ALL_EVALUATIONS) and name not in table.numbers:
+        name = file_name(query.source, 0)
+        if query.source not in (TRAIN, SKIPPED, ALL_EVALUATIONS) and name not in table.numbers:
             if name not in self.index.names:
-                raise ViewError(f"there is no evaluation {wanted.source!r}")
+                raise ViewError(f"there is no evaluation {query.source!r}")
             return np.empty(0, np.int64), {}, None  # not indexed yet
         found, searched = None, None
-        if wanted.search:
-            found, searched = self.search.find(table, wanted.search)
-        numbers, statuses = table.select(wanted, found)
-        return table.ordered(numbers, sort, descending), statuses, searched
+        if query.search:
+            found, searched = self.search.find(table, query.search)
+        numbers, statuses = table.select(query, found)
+        return table.ordered(numbers, query), statuses, searched
 
-    def neighbors(
-        self,
-        place: tuple[str, int, int],
-        wanted: RolloutFilter = _EVERYTHING,
-        sort: str = "step",
-        descending: bool = False,
-    ) -> dict[str, Any]:
+    def neighbors(self, place: tuple[str, int, int], query: RolloutsQuery) -> dict[str, Any]:
         """The rollouts before and after the one of a source, step and index in a list, and its position, from 0.
 
         All are None if it is not in the list.
         """
         table = self.current_table()
-        numbers, _, searched = self._selected(table, wanted, sort, descending)
+        numbers, _, searched = self._selected(table, query)
         found = np.flatnonzero(numbers == table.number_of(*place)).tolist()
         position = found[0] if found else None
         beside = [] if position is None else [position - 1, position + 1]
@@ -287,22 +299,10 @@ class RunView:
         total = len(numbers)
         return {"position": position, "total": total, "previous": previous, "next": following, "searched": searched}
 
-    def prompts(
-        self,
-        evaluations: bool = False,
-        search: str = "",
-        sort: str = "id",
-        descending: bool = False,
-        offset: int = 0,
-        limit: int = 50,
-    ) -> dict[str, Any]:
-        """Prompts with their pass rates over time."""
-        return self.current_table().prompts(evaluations, search, sort, descending, offset, limit)
-
     def rollout(self, source: str, step: int, index: int) -> dict[str, Any]:
         """One rollout with its tokens."""
         file = self._file(source, step)
-        line = self.line(file, index)
+        (line,) = self.lines(file, [index])
         tokens, tokens_problem, context_texts = self._token_table(file, index, line)
         return {
             **line,
@@ -321,7 +321,7 @@ class RunView:
         indices = file.rows["index"][file.rows["group"] == group].tolist()
         if not indices:
             raise ViewError(f"step {step} has no group {group}")
-        lines = [self.line(file, index) for index in indices]
+        lines = self.lines(file, indices)
         rollouts = [
             {
                 **{name: line.get(name) for name in ANSWER_FIELDS},
@@ -375,17 +375,21 @@ class RunView:
             raise ViewError(f"there is no {name.removesuffix('.jsonl')}")
         return read_file(self.folder, name, repr(stamp))[0]
 
-    def line(self, file: IndexedFile, index: int) -> dict[str, Any]:
-        """One line of a rollout file. Numbers that are not finite are None."""
-        position = file.position(index)
-        if position is None:
-            raise ViewError(f"{file.name} has no rollout {index}, or its line cannot be read")
+    def lines(self, file: IndexedFile, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Lines of a rollout file. Numbers that are not finite are None."""
+        found = []
         with self.folder.open(file.name) as opened:
-            opened.seek(int(file.rows["start"][position]))
-            value = json_object(opened.read(int(file.rows["size"][position])))
-        if value is None or is_deeper(value, MAX_DEPTH):
-            raise ViewError(f"line {index + 1} of {file.name} cannot be read, or has changed: load the page again")
-        return cleaned(value)
+            for index in indices:
+                position = file.position(index)
+                if position is None:
+                    raise ViewError(f"{file.name} has no rollout {index}, or its line cannot be read")
+                opened.seek(int(file.rows["start"][position]))
+                value = json_object(opened.read(int(file.rows["size"][position])))
+                if value is None or is_deeper(value, MAX_DEPTH):
+                    what = f"line {index + 1} of {file.name} cannot be read, or has changed"
+                    raise ViewError(f"{what}: load the page again")
+                found.append(cleaned(value))
+        return found
 
     # Tokens
 

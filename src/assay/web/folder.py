@@ -35,6 +35,7 @@ NUMBERS = {int, float}  # types of the values of metrics
 DIAGNOSED = 10_000  # last training steps that the doctor examines, besides the first ones
 MAX_DEPTH = 100  # of nested lists and dictionaries
 LARGEST = 2**53  # integers beyond it have no exact float, neither here nor in JavaScript
+INCOMPLETE = "metrics.jsonl ends with an incomplete line"  # of a run that was killed, or is being copied
 Stamp = tuple[int, int, int, int]  # size, times of the last changes of content and file, inode
 
 
@@ -181,7 +182,7 @@ class RunFolder:
         status, summary = read["status"][0], read["summary"][0]
         state = state_of(is_locked(self.root), status, summary)
         if self.metrics.incomplete and state != "running":
-            problems = [*problems, "metrics.jsonl ends with an incomplete line"]
+            problems = [*problems, INCOMPLETE]
         problems = [p for p in (config_problem, *(p for _, p in read.values())) if p] + list(problems)
         rows = [self.metrics.last] if self.metrics.last else []
         return RunParts(state, config, rows, summary, status, read["environment"][0]), problems
@@ -207,14 +208,27 @@ def checked(facts: Mapping[str, Any]) -> dict[str, Any]:
     known = dict(facts)
     for name in _TEXTS:
         known[name] = str(known[name]) if isinstance(known.get(name), (str, int, float)) else None
-    for name in _NUMBERS:
-        known[name] = finite_number(known.get(name))
-    for name in ("before", "after", "paired"):
-        known[name] = known[name] if isinstance(known.get(name), Mapping) else None
+    known |= numbers(known, *_NUMBERS)
+    known["warm_start"] = numbers(known["warm_start"], "step", "steps")
     for name in ("before", "after"):
-        if known[name] is not None and finite_number(known[name].get("accuracy")) is None:
+        measured = known.get(name)
+        if not isinstance(measured, Mapping) or finite_number(measured.get("accuracy")) is None:
             known[name] = None
+        elif not is_interval(measured.get("ci95")):
+            known[name] = {**measured, "ci95": None}
+    paired = known.get("paired")
+    known["paired"] = (
+        {**paired, **numbers(paired, "p_value", "gained", "lost")} if isinstance(paired, Mapping) else None
+    )
     return known
+
+
+def numbers(values: Mapping[str, Any], *names: str) -> dict[str, float | None]:
+    return {name: finite_number(values.get(name)) for name in names}
+
+
+def is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and None not in map(finite_number, value)
 
 
 class MetricsFile:

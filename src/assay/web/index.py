@@ -49,6 +49,8 @@ MAX_ARRAYS = 2**31  # bytes of the arrays of one step
 LISTED = 5  # problems of a file
 UNUSED_DAYS = 60  # after which the index of a run is deleted
 END = b"\0"  # after each text
+WAIT_S = 0.1  # at most, until the requests are answered
+WORK_S = 0.01  # at least, between two waits: the index also grows while there are always requests
 ROW = np.dtype(
     [
         *(("index", "i4"), ("start", "i8"), ("size", "i4"), ("group", "i4"), ("sample", "i4"), ("prompt", "i4")),
@@ -229,7 +231,7 @@ def question_of(messages: Any) -> str:
 
 
 def question_hash(line: Mapping[str, Any]) -> int:
-    """Identifies the question as `assay.evals.pairs` does: by id, messages except those of the system, gold answer."""
+    """Identifies the question: by id, messages except those of the system, and gold answer."""
     messages = line.get("messages")
     asked = [
         message.get("content")
@@ -445,3 +447,44 @@ class RunIndex:
         files, names = self.files, self.names
         done = sum(name in files and files[name].stamp == stamp for name, stamp in names.items())
         return {"done": done, "total": len(names)}
+
+
+# Priority of requests
+
+
+class Activity:
+    """Counts the requests that are being answered: `with activity:` around each of them.
+
+    They have priority over the index: Python runs one thread at a time, so both would be slow together.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._wait_again = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.requests += 1
+            self._idle.clear()
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self.requests -= 1
+            if not self.requests:
+                self._idle.set()
+
+    def give_way(self) -> None:
+        """Wait a moment while there are requests. For one thread, which calls this often."""
+        if self.requests and time.monotonic() > self._wait_again:
+            self._idle.wait(WAIT_S)
+            self._wait_again = time.monotonic() + WORK_S
+
+    def share(self, seconds: float) -> float:
+        """The part of this time that a request may use, together with the others."""
+        return seconds / max(self.requests, 1)
+
+
+activity = Activity()  # of this process

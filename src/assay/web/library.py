@@ -11,7 +11,7 @@ from typing import Any
 
 from assay.runs.directory import access_problem, unreadable_folders
 from assay.types import describe_error
-from assay.web.compare import compare
+from assay.web.compare import CompareQuery, compare
 from assay.web.data import RunView, ViewError, shortened
 from assay.web.folder import is_run_folder
 
@@ -117,10 +117,8 @@ class Library:
         unreadable = [text for texts in self._unreadable.values() for text in texts]
         return [*unreadable, *self._refused.values()]
 
-    def compare(self, a: tuple[str, str], b: tuple[str, str], **options: Any) -> dict[str, Any]:
-        """Compare evaluations, given as the id of a run and the name of the evaluation. See `compare.compare`."""
-        sides = [(self.view(run), name) for run, name in (a, b)]
-        return compare(sides[0], sides[1], **options)
+    def compare(self, query: CompareQuery) -> dict[str, Any]:
+        return compare(self.view(query.run_a), self.view(query.run_b), query)
 
 
 def unique(name: str, taken: set[str]) -> str:

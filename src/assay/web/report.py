@@ -1,25 +1,36 @@
 """`assay report`: a run as one HTML file that needs no server, no network and no other file.
 
-Everything except curves and tokens is HTML, with all text escaped (`report_html`). The script gets its data from a
-JSON block, in which no character can end the block, and puts text into the page as text only. The content security
-policy allows this script and this style alone.
+Everything except curves and tokens is HTML (static/report.html.jinja). Whatever the template prints passes `shown`,
+which escapes it, unless the template declares it safe. The script gets its data from a JSON block, in which no
+character can end the block, and puts text into the page as text only. The content security policy allows this script
+and this style alone.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
-from dataclasses import replace
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, Undefined
+from markupsafe import Markup
+
+from assay import __version__
+from assay.runs.console import duration, percent, printable
 from assay.runs.curves import X_LABELS
-from assay.types import describe_error, hide_credentials
-from assay.web.data import RunView, plain
-from assay.web.report_html import ReportContent, accuracy_intervals, page
-from assay.web.samples import ReportLimits, paired_facts, select_samples
+from assay.runs.reading import default_settings, flattened
+from assay.types import describe_error, hide_credentials, plural
+from assay.web.data import MetricsQuery, RunView, plain
+from assay.web.folder import finite_number
+from assay.web.samples import ReportLimits, cut, paired_facts, select_samples
 
 STATIC = Path(__file__).parent / "static"
 MODULES = ("dom", "charts", "tokens", "report")  # in the order of their imports
@@ -32,6 +43,12 @@ LEVELS = (  # tried in this order, until the file is small enough
 )
 IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
+MAX_VALUE = 2000  # characters of a setting, a path, a name
+MAX_SETTINGS = 1000
+NONE = "\u2013"
+INTERVAL = "95\u00a0% interval"
+STATE_TONES = {"finished": "good", "failed": "bad", "interrupted": "warn"}
+Facts = list[tuple[str, Any, list[str]]]  # name, value, and lines below the value
 
 
 def write_report(run_path: Path) -> tuple[str, bool]:
@@ -45,28 +62,26 @@ def write_report(run_path: Path) -> tuple[str, bool]:
     raise AssertionError("a report without samples is small, because all of its texts are limited")
 
 
-def read_content(view: RunView) -> ReportContent:
+def read_content(view: RunView) -> dict[str, Any]:
+    """What the report shows, apart from samples and curves, which are shortened until they fit."""
     detail = view.detail(findings_wait_s=None)
-    problems = list(detail["problems"])
-    paired = None
+    content: dict[str, Any] = {"detail": detail, "problems": list(dict.fromkeys(detail["problems"]))}
     try:
-        paired = paired_facts(view)
+        content["paired"] = paired_facts(view)
     except Exception as error:
-        problems.append(f"the evaluations cannot be compared ({describe_error(error)})")
-    try:
-        toml = hide_credentials(view.folder.read("config.toml").decode(errors="replace"))
-    except OSError:
-        toml = ""
-    return ReportContent(detail, detail["findings"], paired, list(dict.fromkeys(problems)), toml)
+        content["problems"].append(f"the evaluations cannot be compared ({describe_error(error)})")
+    with suppress(OSError):
+        content["toml"] = hide_credentials(view.folder.read("config.toml").decode(errors="replace"))
+    return content
 
 
-def render(view: RunView, content: ReportContent, limits: ReportLimits, shortened: bool) -> str:
+def render(view: RunView, content: dict[str, Any], limits: ReportLimits, shortened: bool) -> str:
     samples, problems = select_samples(view, limits) if limits.samples else ([], [])
-    content = replace(content, problems=[*content.problems, *problems])
+    tokens = [rollout["tokens"] for kind in samples for rollout in kind.rollouts if rollout["tokens"]]
     data = {
-        "metrics": {x: rounded(view.metrics(x=x, points=limits.points)) for x in X_LABELS},
-        "tokens": [one["tokens"] for kind in samples for one in kind.rollouts if one["tokens"]],
-        "intervals": accuracy_intervals(content.detail),
+        "metrics": {x: rounded(view.metrics(MetricsQuery(x=x, points=limits.points))) for x in X_LABELS},
+        "tokens": tokens,
+        "intervals": accuracy_intervals(content["detail"]),
     }
     script = bundle()
     style = (STATIC / "style.css").read_text("utf-8") + (STATIC / "report.css").read_text("utf-8")
@@ -74,7 +89,192 @@ def render(view: RunView, content: ReportContent, limits: ReportLimits, shortene
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    return page(content, samples, shortened, policy=policy, style=style, data=json_block(data), script=script)
+    numbers = {id(values): number for number, values in enumerate(tokens)}
+    return page(
+        **content | {"problems": [*content["problems"], *problems]},
+        policy=policy,
+        style=style,
+        data=json_block(data),
+        script=script,
+        samples=samples,
+        shortened=shortened,
+        token_number=lambda values: numbers[id(values)],
+    )
+
+
+# The page
+
+
+def page(detail: Mapping[str, Any], paired: Mapping[str, Any] | None = None, **parts: Any) -> str:
+    """The whole file. Of `parts`, policy, style, data and script are not escaped."""
+    known = detail.get("environment") or {}
+    template = template_environment().get_template("report.html.jinja")
+    return template.render(
+        detail=detail,
+        about=[detail[key] for key in ("algorithm", "task", "model") if detail.get(key)],
+        state_tone=STATE_TONES.get(str(detail.get("state")), "note"),
+        version=__version__,
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        summary=summary(detail, paired),
+        command=command(known),
+        place=place(known),
+        changed=changed_settings(detail.get("config") or {}),
+        environment=environment(known),
+        **parts,
+    )
+
+
+def template_environment() -> Environment:
+    loader = FileSystemLoader(STATIC)
+    made = Environment(loader=loader, autoescape=True, finalize=finalized, keep_trailing_newline=True)
+    made.filters["shown"] = shown
+    made.globals |= {"asked": asked, "rollout_facts": rollout_facts, "token_label": token_label, "setting": setting}
+    return made
+
+
+def finalized(value: Any) -> Markup:
+    return value if isinstance(value, Markup) else shown("" if isinstance(value, Undefined) else value)
+
+
+def shown(text: Any, limit: int = MAX_VALUE) -> Markup:
+    """Text of any origin as HTML: escaped, with control characters made visible, without lone surrogates."""
+    text = printable(cut(text, limit)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return Markup(html.escape(text))
+
+
+def accuracy_intervals(detail: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for label in ("before", "after"):
+        value, low, high = measured(detail.get(label))
+        if value is not None:
+            rows.append({"label": label, "value": value, "low": low, "high": high})
+    return rows
+
+
+def measured(evaluation: Mapping[str, Any] | None) -> tuple[float | None, float | None, float | None]:
+    """Accuracy and the ends of its interval."""
+    known = evaluation or {}
+    return (known.get("accuracy"), *(known.get("ci95") or (None, None)))
+
+
+def summary(detail: Mapping[str, Any], paired: Mapping[str, Any] | None) -> Facts:
+    totals = detail.get("summary") or {}
+    planned = detail.get("steps_planned")
+    wall, answers = finite_number(detail.get("wall_s")), finite_number(totals.get("answers"))
+    rows = [
+        ("accuracy before", *accuracy(detail.get("before"))),
+        ("accuracy after", *accuracy(detail.get("after"))),
+        ("difference", *difference(paired)),
+        ("questions", *questions(paired)),
+        ("reward, last step", plain_number(detail.get("reward")), []),
+        ("steps", f"{detail.get('steps', 0)}" + (f" of {planned}" if planned else ""), []),
+        ("time", NONE if wall is None else duration(wall), []),
+        ("answers sampled", NONE if answers is None else f"{answers:,.0f}", []),
+        ("seed", "" if detail.get("seed") is None else str(detail["seed"]), []),
+        ("started", str(detail.get("started") or NONE).replace("T", " ").replace("+00:00", " UTC"), []),
+    ]
+    return [row for row in rows if row[1] not in ("", NONE)]
+
+
+def accuracy(evaluation: Any) -> tuple[str, list[str]]:
+    value, low, high = measured(evaluation)
+    if value is None:
+        return NONE, []
+    interval = "" if low is None or high is None else f"{INTERVAL} {100 * low:.1f} to {100 * high:.1f}\u00a0%"
+    count = finite_number(evaluation.get("n"))
+    return percent(value), [*filter(None, (interval, plural(int(count), "question") if count else ""))]
+
+
+def difference(paired: Mapping[str, Any] | None) -> tuple[str, list[str]]:
+    if not paired:
+        return NONE, []
+    low, high = paired["ci95"]
+    return f"{100 * paired['difference']:+.1f} points", [f"{INTERVAL} {100 * low:+.1f} to {100 * high:+.1f}"]
+
+
+def questions(paired: Mapping[str, Any] | None) -> tuple[str, list[str]]:
+    if not paired:
+        return NONE, []
+    p_value = paired["p_value"]
+    test = [] if p_value is None else [f"paired test on {paired['questions']} questions: p = {p_value:.2g}"]
+    return f"{len(paired['gained'])} gained, {len(paired['lost'])} lost", test
+
+
+def plain_number(value: Any) -> str:
+    known = finite_number(value)
+    return NONE if known is None else f"{known:.4g}"
+
+
+# Samples
+
+
+def asked(messages: Sequence[Mapping[str, str]]) -> str:
+    """The beginning of the question, on one line."""
+    return " ".join(messages[-1]["content"].split())[:160] if messages else ""
+
+
+def rollout_facts(rollout: Mapping[str, Any]) -> str:
+    facts = [
+        f"reward {plain_number(rollout['reward'])}",
+        "" if finite_number(rollout["advantage"]) is None else f"advantage {plain_number(rollout['advantage'])}",
+        plural(int(rollout["length"]), "token") if isinstance(rollout["length"], int) else "",
+        "cut off" if rollout["truncated"] else "",
+    ]
+    return ", ".join(filter(None, facts))
+
+
+def token_label(tokens: Mapping[str, Any]) -> str:
+    total, kept = tokens["total"], len(tokens["ids"])
+    return f"the first {kept:,} of {total:,} tokens" if kept < total else plural(total, "token")
+
+
+# Settings and machine
+
+
+def command(known: Mapping[str, Any]) -> str:
+    """The command that started the run; empty if it is not known."""
+    words = known.get("command")
+    if not (isinstance(words, list) and words and all(isinstance(word, str) for word in words)):
+        return ""
+    return shlex.join(["assay" if Path(words[0]).name in ("assay", "__main__.py") else words[0], *words[1:]])
+
+
+def place(known: Mapping[str, Any]) -> str:
+    """Folder and commit of the run, as far as they are known."""
+    folder, git = known.get("folder"), known.get("git")
+    where = [f"in the folder {folder}"] if folder else []
+    if isinstance(git, Mapping) and git.get("commit"):
+        dirty = ", with changes that are not in the commit" if git.get("dirty") else ""
+        where.append(f"at the git commit {git['commit']}{dirty}")
+    return " ".join(where)
+
+
+def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key, value and default of the settings that differ from their defaults."""
+    defaults = default_settings()
+    flat = list(flattened(config).items())[:MAX_SETTINGS]
+    changed = [(key, value) for key, value in flat if value != defaults.get(key)]
+    return [(key, value, defaults.get(key)) for key, value in changed if key not in ("name", "runs_dir")]
+
+
+def setting(value: Any) -> str:
+    if value is None:
+        return NONE
+    return Markup("<code>{}</code>").format(shown(json.dumps(value, ensure_ascii=False, default=str), 300))
+
+
+def environment(known: Mapping[str, Any]) -> Facts:
+    rows: list[tuple[str, Any]] = []
+    for name in ("versions", "machine"):
+        part = known.get(name)
+        rows += [(str(key), value) for key, value in part.items()] if isinstance(part, Mapping) else []
+    rows.append(("threads", known.get("threads")))
+    rows += [("resumed", f"{len(known['resumed'])} times")] if isinstance(known.get("resumed"), list) else []
+    return [
+        (key, ", ".join(map(str, value)) if isinstance(value, list) else value, [])
+        for key, value in rows[:60]
+        if value not in (None, [], "")
+    ]
 
 
 # Scripts and data

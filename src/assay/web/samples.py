@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from assay.evals.stats import difference_interval
-from assay.web.compare import compare, paired
+from assay.web.compare import CompareQuery, compare, paired
 from assay.web.data import RunView, ViewError
 from assay.web.index import TRAIN, IndexedFile
-from assay.web.table import RolloutFilter
+from assay.web.table import RolloutsQuery
 
 UNREADABLE = ("unparsable", "no_answer")
+Change = Literal["gained", "lost"]
+CHANGED: tuple[Change, ...] = ("gained", "lost")
 CANDIDATES = 60  # rows from which samples with different prompts are chosen
 TOKENIZER_S = 60.0  # to load the tokenizer
 DIGITS = 5  # significant ones of numbers of tokens
@@ -50,23 +51,17 @@ def first_and_last(view: RunView) -> tuple[IndexedFile, IndexedFile] | None:
 
 
 def paired_facts(view: RunView) -> dict[str, Any] | None:
-    """Comparison of the answers before and after training: difference, interval, p-value; None if it is impossible."""
+    """Comparison of the answers before and after training; None if it is impossible."""
     files = first_and_last(view)
     pairing = paired(*files) if files else None
-    if pairing is None or not pairing.keys:
-        return None
-    was, now = pairing.shares
-    counts = {name: list(pairing.changes.values()).count(name) for name in ("gained", "lost")}
-    interval = difference_interval(was, now)
-    return {**counts, "difference": float(now.mean() - was.mean()), "ci95": interval, "p_value": pairing.p_value,
-            "questions": len(pairing.keys)}  # fmt: skip
+    return pairing.facts() if pairing and pairing.keys else None
 
 
 def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], list[str]]:
     """Samples of all kinds, and what could not be read."""
     found: list[Samples] = []
     problems: list[str] = []
-    for change in ("gained", "lost"):
+    for change in CHANGED:
         try:
             found += changed_questions(view, change, limits)
         except (ViewError, OSError) as error:
@@ -76,19 +71,21 @@ def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], 
     if source is None:
         return found, problems
     where = f"step {last}" if source == TRAIN else f"the evaluation {source}"
-    here = {"source": source, "first_step": last, "last_step": last} if source == TRAIN else {"source": source}
     some, views = limits.samples, limits.token_views
+    latest = RolloutsQuery(source=source, order="desc", limit=CANDIDATES)
+    here = {"first_step": last, "last_step": last} if source == TRAIN else {}
+    best = latest.model_copy(update={"sort": "reward", **here})
     kinds = [
-        ("Best answers", f"highest rewards of {where}", RolloutFilter(**here), "reward", True, views // 3),
-        ("Worst answers", f"lowest rewards of {where}", RolloutFilter(**here), "reward", False, views // 3),
-        ("Cut off", "answers that reached a length limit, latest first", RolloutFilter(source=source, truncated=True),
-         "step", True, views // 6),
+        ("Best answers", f"highest rewards of {where}", best, views // 3),
+        ("Worst answers", f"lowest rewards of {where}", best.model_copy(update={"order": "asc"}), views // 3),
+        ("Cut off", "answers that reached a length limit, latest first",
+         latest.model_copy(update={"truncated": True}), views // 6),
         ("Without a readable answer", "status unparsable or no_answer, latest first",
-         RolloutFilter(source=source, statuses=UNREADABLE), "step", True, views // 6),
+         latest.model_copy(update={"statuses": UNREADABLE}), views // 6),
     ]  # fmt: skip
     view.tokens(TOKENIZER_S)
-    for title, about, wanted, sort, descending, with_tokens in kinds:
-        listed = listed_rollouts(view, wanted, sort, descending)
+    for title, about, query, with_tokens in kinds:
+        listed = listed_rollouts(view, query)
         chosen = different_prompts(listed["rows"], some)
         rollouts: list[dict[str, Any]] = []
         for row in chosen:
@@ -102,27 +99,28 @@ def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], 
     return found, problems
 
 
-def listed_rollouts(view: RunView, wanted: RolloutFilter, sort: str, descending: bool) -> dict[str, Any]:
+def listed_rollouts(view: RunView, query: RolloutsQuery) -> dict[str, Any]:
     """The first rollouts in this order. Of many with the same reward, those with the largest or least advantage."""
-    listed = view.rollouts(wanted, sort, descending, 0, CANDIDATES)
+    listed = view.rollouts(query)
     rewards = {row["reward"] for row in listed["rows"]}
-    if sort != "reward" or len(rewards) != 1 or wanted.source != TRAIN:
+    if query.sort != "reward" or len(rewards) != 1 or query.source != TRAIN:
         return listed
     (reward,) = rewards
-    equal = wanted.model_copy(update={"min_reward": reward, "max_reward": reward})
-    return {**listed, "rows": view.rollouts(equal, "advantage", descending, 0, CANDIDATES)["rows"]}
+    equal = query.model_copy(update={"min_reward": reward, "max_reward": reward, "sort": "advantage"})
+    return {**listed, "rows": view.rollouts(equal)["rows"]}
 
 
 def last_evaluation(view: RunView) -> str | None:
     return next((file.place.source for file in reversed(view.table.files) if file.place.is_evaluation), None)
 
 
-def changed_questions(view: RunView, change: str, limits: ReportLimits) -> list[Samples]:
+def changed_questions(view: RunView, change: Change, limits: ReportLimits) -> list[Samples]:
     files = first_and_last(view)
     if files is None:
         return []
     names = [file.place.source for file in files]
-    listed = compare((view, names[0]), (view, names[1]), change, limit=limits.samples)
+    query = CompareQuery(run_a=view.id, run_b=view.id, a=names[0], b=names[1], show=change, limit=limits.samples)
+    listed = compare(view, view, query)
     if not listed["rows"]:
         return []
     about = {

@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from assay.web.activity import activity
-from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, file_name, fold
+from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, activity, file_name, fold
 
 OK = STATUSES.index("ok")
 ALL_EVALUATIONS = "eval"  # as a source
@@ -30,6 +29,7 @@ CACHED_SEARCHES = 16
 CACHED_TEXT = 512 * 2**20  # bytes of texts that are kept in memory
 QUESTION = 200  # characters that are shown in lists
 MAX_PARAMETER = 2000  # characters
+MAX_LIMIT = 500  # rows of one answer
 Text = Annotated[str, StringConstraints(max_length=MAX_PARAMETER, pattern=r"^[^\x00]*$")]
 Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -42,15 +42,33 @@ def split_names(names: Any) -> Any:
 Names = Annotated[tuple[Text, ...], BeforeValidator(split_names)]
 
 
-class RolloutFilter(BaseModel):
-    """Which rollouts are listed. None and empty values do not restrict."""
+Order = Literal["asc", "desc"]
+
+
+class Page(BaseModel):
+    """Parameters of a list. Those that a request does not know are ignored; empty ones do not restrict."""
 
     model_config = ConfigDict(populate_by_name=True, frozen=True)
 
+    offset: Annotated[int, Field(ge=0, le=2**53)] = 0
+    limit: Annotated[int, Field(ge=0, le=MAX_LIMIT)] = 50
+    search: Text = ""
+
+
+class PromptsQuery(Page):
+    source: Literal["train", "eval"] = "train"
+    sort: Literal["id", "pass_rate", "change", "seen"] = "id"
+    order: Order = "asc"
+
+
+class RolloutsQuery(Page):
+    """Which rollouts are listed, and in which order."""
+
+    sort: Literal["step", "reward", "length", "advantage"] = "step"
+    order: Order = "asc"
     source: Text = TRAIN
     first_step: Annotated[Integer | None, Field(alias="from")] = None
     last_step: Annotated[Integer | None, Field(alias="to")] = None
-    search: Text = ""
     prompt: Text | None = None
     statuses: Annotated[Names, Field(alias="status")] = ()
     min_reward: Number | None = None
@@ -157,7 +175,7 @@ class RolloutTable:
         place = self.files[self.file[number]].place
         return {"source": place.source, "step": place.step, "index": int(self.rows["index"][number])}
 
-    def select(self, wanted: RolloutFilter, found: np.ndarray | None) -> tuple[np.ndarray, dict[str, int]]:
+    def select(self, wanted: RolloutsQuery, found: np.ndarray | None) -> tuple[np.ndarray, dict[str, int]]:
         """Numbers of the rows that pass the filter, and counts by status of those that pass all else.
 
         `found`: whether each row has the searched text.
@@ -187,15 +205,15 @@ class RolloutTable:
             keep &= np.isin(rows["status"], codes)
         return np.flatnonzero(keep) + part.start, statuses
 
-    def ordered(self, numbers: np.ndarray, sort: str, descending: bool) -> np.ndarray:
+    def ordered(self, numbers: np.ndarray, query: RolloutsQuery) -> np.ndarray:
         """The row numbers in the wanted order; rows without a value come last, equal ones by step."""
-        if sort == "step":
-            if not descending:
+        if query.sort == "step":
+            if query.order == "asc":
                 return numbers
             # The newest step first, and the answers of a step in their own order.
             return numbers[np.argsort(-self.step[numbers], kind="stable")]
-        values = self.rows[sort][numbers].astype(float)
-        return numbers[np.argsort(-values if descending else values, kind="stable")]
+        values = self.rows[query.sort][numbers].astype(float)
+        return numbers[np.argsort(values if query.order == "asc" else -values, kind="stable")]
 
     def row(self, number: int) -> dict[str, Any]:
         row, file = self.rows[number], self.file[number]
@@ -215,11 +233,9 @@ class RolloutTable:
 
     # Prompts
 
-    def prompts(
-        self, evaluations: bool, search: str, sort: str, descending: bool, offset: int, limit: int
-    ) -> dict[str, Any]:
+    def prompts(self, query: PromptsQuery) -> dict[str, Any]:
         """Pass rates of prompts over time, in training or in evaluations."""
-        chosen = np.flatnonzero(self.rate_series > 0 if evaluations else self.rate_series == 0)
+        chosen = np.flatnonzero(self.rate_series > 0 if query.source == "eval" else self.rate_series == 0)
         prompt, count = self.rate_prompt[chosen], self.rate_count[chosen]
         correct = self.rate_correct[chosen]
         order = np.argsort(prompt, kind="stable")
@@ -233,10 +249,11 @@ class RolloutTable:
         share = correct / np.maximum(count, 1)
         change = share[ends - 1] - share[first]
         keep = np.arange(len(numbers))
-        if search:
-            keep = np.flatnonzero(np.isin(numbers, self.matching_prompts(fold(search))))
-        keys = {"id": self.prompt_rank[numbers], "pass_rate": passed, "change": change, "seen": seen}[sort][keep]
-        keep = keep[np.lexsort((self.prompt_rank[numbers[keep]], -keys if descending else keys))]
+        if query.search:
+            keep = np.flatnonzero(np.isin(numbers, self.matching_prompts(fold(query.search))))
+        columns = {"id": self.prompt_rank[numbers], "pass_rate": passed, "change": change, "seen": seen}
+        keys = columns[query.sort][keep]
+        keep = keep[np.lexsort((self.prompt_rank[numbers[keep]], keys if query.order == "asc" else -keys))]
         rows = [
             {
                 "prompt_id": self.prompt_ids[numbers[at]],
@@ -250,7 +267,7 @@ class RolloutTable:
                     for k in range(first[at], ends[at])
                 ],
             }
-            for at in keep[offset : offset + limit].tolist()
+            for at in keep[query.offset : query.offset + query.limit].tolist()
         ]
         return {"total": len(keep), "rows": rows}
 
