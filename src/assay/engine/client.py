@@ -40,7 +40,6 @@ from assay.engine.base import (
     EngineInfo,
     EngineLoad,
     Event,
-    Failed,
     Finished,
     Request,
     RequestError,
@@ -302,12 +301,12 @@ class LocalClient(EngineClient):
                 foreign = foreign or event.request_id not in self._cancelled
                 if handles := handles_of([event]):
                     self.engine.release(handles)
+            elif isinstance(event, TokenChunk):  # first: there are many
+                submitted.add_chunk(event)
             elif isinstance(event, Finished):
                 finished.append(event)
-            elif isinstance(event, Failed):
-                self._fail(event.request_id, RequestError({event.request_id: event.error}))
             else:
-                submitted.add_chunk(event)
+                self._fail(event.request_id, RequestError({event.request_id: event.error}))
         self._cancelled.clear()
         for event in sorted(finished, key=lambda event: (event.request_id, event.sample)):
             self._finish(event)
