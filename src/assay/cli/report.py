@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
+from os.path import isdir
 from pathlib import Path
 
 from assay.cli.runs import add_runs_dir
@@ -49,19 +49,13 @@ def find_folder(name: str, runs_dir: Path, or_runs: bool = False) -> Path:
     name = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
     candidates = [Path(name).expanduser(), runs_dir / name]
     # The name of a run may also be that of an unrelated folder here.
-    found = [*filter(is_run_folder, reversed(candidates)), *(filter(is_folder, candidates) if or_runs else ())]
+    found = [*filter(is_run_folder, reversed(candidates)), *(filter(isdir, candidates) if or_runs else ())]
     if found:
         return found[0]
     if problem := next(filter(None, map(access_problem, (*candidates, runs_dir))), None):
         raise UserError(problem)
-    known = [path.name for path in sorted(runs_dir.iterdir()) if is_run_folder(path)] if is_folder(runs_dir) else []
+    known = [path.name for path in sorted(runs_dir.iterdir()) if is_run_folder(path)] if isdir(runs_dir) else []
     what = "run or folder" if or_runs else "run"
     if not known:
         raise UserError(f"there is no {what} {name}, and {runs_dir} has no runs: give the path of a run, or --runs_dir")
     raise unknown_name(what, name, known, listed=known[-5:])
-
-
-def is_folder(path: Path) -> bool:
-    with suppress(OSError, ValueError):  # the name is too long for a path, or has a NUL
-        return path.is_dir()
-    return False

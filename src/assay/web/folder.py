@@ -44,10 +44,7 @@ class Refused(OSError):
 
 
 def is_run_folder(path: Path) -> bool:
-    try:
-        return path.is_dir() and any((path / mark).exists() for mark in MARKS)
-    except OSError:
-        return False
+    return os.path.isdir(path) and any(os.path.exists(path / mark) for mark in MARKS)
 
 
 def as_stamp(found: os.stat_result) -> Stamp:
