@@ -1,6 +1,6 @@
 """Engines whose servers are paused for updates, with strict stand-ins for vLLM and SGLang servers.
 
-What differs is in test_vllm_engine.py and test_sglang_engine.py. Real servers are used in tests/real_vllm and
+What differs is in test_vllm.py and test_sglang.py of tests/integrations. Real servers are used in tests/real_vllm and
 tests/real_sglang.
 """
 
