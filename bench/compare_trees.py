@@ -115,12 +115,16 @@ class Worker:
         return run
 
     def episodes_row(self, settings: dict[str, Any]) -> Callable[[int], float]:
-        from assay.bench import RunProgress, episodes
+        from assay.bench import RunProgress
+        from assay.bench import engine as episodes
         from assay.bench.engine import now
         from assay.bench.workload import Episodes
         from assay.engine import make_engine
         from assay.models.device import pick_device, pick_dtype
         from assay.text import Renderer, char_tokenizer
+
+        if not hasattr(episodes, "play"):  # earlier commits
+            from assay.bench import episodes  # type: ignore[attr-defined,no-redef]
 
         work, device = Episodes(**settings), pick_device(self.device)
         renderer = Renderer(char_tokenizer())
