@@ -180,10 +180,14 @@ def started(tree: str, row: str, device: str) -> subprocess.Popen[str]:
     )
 
 
-def ask(process: subprocess.Popen[str], number: int) -> float:
-    assert process.stdin is not None and process.stdout is not None
+def start_run(process: subprocess.Popen[str], number: int) -> None:
+    assert process.stdin is not None
     process.stdin.write(f"{number}\n")
     process.stdin.flush()
+
+
+def wait_for_run(process: subprocess.Popen[str]) -> float:
+    assert process.stdout is not None
     for line in process.stdout:
         if line.startswith('{"seconds"'):
             return json.loads(line)["seconds"]
@@ -194,14 +198,19 @@ def compare(row: str, trees: dict[str, str], runs: int, device: str) -> dict[str
     processes = {name: started(tree, row, device) for name, tree in trees.items()}
     times: dict[str, list[float]] = {name: [] for name in trees}
     try:
-        for number in range(1 + runs):  # the first run is the warm-up
+        for process in processes.values():  # warm up at the same time
+            start_run(process, 0)
+        for process in processes.values():
+            wait_for_run(process)
+        for number in range(runs):
             order = list(processes)[:: 1 if number % 2 else -1]
             for name in order:
-                times[name].append(ask(processes[name], number))
+                start_run(processes[name], number + 1)
+                times[name].append(wait_for_run(processes[name]))
     finally:
         for process in processes.values():
             process.communicate()  # ends its input
-    medians = {name: median(values[1:]) for name, values in times.items()}
+    medians = {name: median(values) for name, values in times.items()}
     return {
         "row": row,
         **{f"{name}_s": round(value, 4) for name, value in medians.items()},
