@@ -9,8 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from engine_parts import small_decoder
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from waiting import until as until
 
 from assay.config import HttpConfig
 from assay.engine import make_engine
@@ -151,11 +151,3 @@ def command(*words: str, **variables: str) -> Iterator[tuple[subprocess.Popen[st
 def metric_of(url: str, name: str) -> float:
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread or process."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.02)
