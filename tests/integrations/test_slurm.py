@@ -133,7 +133,7 @@ class EchoServers(LaunchedServers):
     code = SERVER
 
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
-        return [sys.executable, "-c", self.code, self.host, str(port)]
+        return [sys.executable, "-S", "-c", self.code, self.host, str(port)]
 
     def _environment(self, index: int) -> dict[str, str]:
         return plain_environment()

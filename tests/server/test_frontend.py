@@ -95,7 +95,7 @@ def test_a_port_is_shared_only_by_the_frontends() -> None:
 
 
 @pytest.mark.slow
-def test_answers_and_counters_of_two_frontends(tmp_path: Path) -> None:
+def test_answers_and_counters_of_two_frontends_and_the_end_if_one_is_killed(tmp_path: Path) -> None:
     folder = save_folder(tiny_model(), tmp_path)
     prompts = [f"prompt {number}" for number in range(24)]
     engine = make_engine("native", tiny_model(), device="cpu", dtype=torch.float32)
@@ -115,13 +115,6 @@ def test_answers_and_counters_of_two_frontends(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/engine/fingerprint", timeout=60).json()["fingerprint"] == engine.fingerprint()
         missing = httpx.post(f"{url}/engine/weights", json={"path": "/nowhere"}, timeout=60)
         assert missing.status_code == 400 and "has no weights" in missing.json()["error"]["message"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-
-
-@pytest.mark.slow
-def test_a_killed_frontend_ends_the_server_with_one_line(tmp_path: Path) -> None:
-    with command(str(save_folder(tiny_model(), tmp_path)), "--http.frontends", "2") as (process, _):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
         assert process.wait(30) == 2 and process.stderr is not None

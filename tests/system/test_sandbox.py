@@ -253,20 +253,15 @@ def test_pass_env_of_an_unset_variable_is_an_error(monkeypatch: pytest.MonkeyPat
         JudgePool(MathJudge(), pass_env=["NOT_SET_ANYWHERE"])
 
 
-def test_order_of_sets_is_the_same_in_every_worker(reward: Reward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    judge = reward("return {'reward': 1, 'parsed': str({'a', 'b', 'c', 'd', 'e', 'f'})}")
-    first, second = (judge_one(judge).parsed for _ in range(2))
-    assert first == second
-
-
 def test_environment_of_workers_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HTTPS_PROXY", "SSH_AUTH_SOCK"):
         monkeypatch.setenv(name, "s3cret")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     for level in ("strict", "basic"):
         passed = environment(level, [])
         assert "s3cret" not in str(passed) and passed["LC_ALL"] == "C.UTF-8" and passed["PATH"] == os.environ["PATH"]
+        assert passed["PYTHONHASHSEED"] == "0"  # sets of strings have the same order in every worker
     assert environment("strict", [])["HOME"] == "/"
 
 
