@@ -28,7 +28,7 @@ from serve_parts import (
 from transformers import AutoModelForCausalLM
 
 from assay.engine import Request, SamplingParams, generate, make_engine
-from assay.server.responses import TokenTexts
+from assay.server.service import TokenTexts
 
 PROMPT = "Ann has 7 coins."
 MESSAGES: Any = [{"role": "user", "content": "How many coins?"}]

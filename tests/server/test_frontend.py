@@ -19,8 +19,8 @@ from serve_parts import byte_tokenizer, command, metric_of, renderer, save_folde
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.base import RequestError
 from assay.engine.client import EngineClient, LocalClient, cancelled
-from assay.server.frontend import PipeEngine, PipeServer, listeners_of
-from assay.server.server import EngineControl, nothing
+from assay.server.server import PipeEngine, PipeServer, listeners_of, nothing
+from assay.server.trainer_api import EngineControl
 from assay.system.http_server import bind
 from assay.system.pipe_messages import LoopPipe
 from assay.types import UserError

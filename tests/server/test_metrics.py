@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from assay.engine.base import EngineLoad
-from assay.server.metrics import ACTIVE, FIRST_TOKEN, SIZE, Metrics
+from assay.server.service import ACTIVE, FIRST_TOKEN, SIZE, Metrics
 
 
 def values(text: str) -> dict[str, float]:

@@ -9,8 +9,9 @@ import pytest
 from serve_parts import NAME, byte_tokenizer, renderer
 
 from assay.engine.base import SamplingParams, TokenChunk
+from assay.server.app import DONE, AnswerWriter, StreamWriter
 from assay.server.protocol import Generation
-from assay.server.responses import DONE, AnswerWriter, StreamWriter, TokenTexts
+from assay.server.service import TokenTexts
 from assay.types import Completion, Finish
 
 TEXT = 'né "木"\n'
@@ -32,7 +33,7 @@ def test_log_probabilities_of_completions_have_offsets_and_those_of_chats_bytes(
         AnswerWriter(generation(logprobs=True, chat=chat), renderer(), TokenTexts(renderer()), NAME)
         for chat in (False, True)
     ]
-    completion, chat = (json.loads(writer.body({0: COMPLETION}, {}))["choices"][0]["logprobs"] for writer in writers)
+    completion, chat = (json.loads(writer.body([COMPLETION], [None]))["choices"][0]["logprobs"] for writer in writers)
     assert completion["tokens"][0] == "n" and completion["text_offset"][:2] == [0, 1]
     assert completion["token_logprobs"] == COMPLETION.engine_logprobs
     first, second = chat["content"][:2]

@@ -11,8 +11,8 @@ import pytest
 from serve_parts import command, save_folder, serving, tiny_model
 
 from assay.config import HttpConfig
-from assay.server.server import FolderWeights
 from assay.server.service import api_key_of
+from assay.server.trainer_api import FolderWeights
 from assay.system import http_server
 from assay.types import UserError
 

@@ -21,11 +21,10 @@ from starlette.routing import Route
 from assay.config import HttpConfig
 from assay.engine.base import EngineLoad
 from assay.rewards.reward_model_worker import Item, Outputs, RewardModelProcess
-from assay.server import metrics as names
 from assay.server.app import unsupported, with_common_routes
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
 from assay.server.server import make_http_server, nothing
-from assay.server.service import HttpService, json_response
+from assay.server.service import LATENCY, PROMPT_TOKENS, HttpService, json_response
 from assay.system.http_server import serve_until_stopped
 from assay.system.spawn import WorkerDied, exit_reason
 from assay.types import describe_error
@@ -165,8 +164,8 @@ def make_classify_app(service: ClassifyService) -> Any:
         items, use_activation = await service.parse(request, service.parse_body)
         with service.admitted(len(items)):
             answer = service.answer(await service.batches.submit(items), use_activation)
-        service.metrics.add(names.PROMPT_TOKENS, answer["usage"]["prompt_tokens"])
-        service.metrics.observe(names.LATENCY, time.perf_counter() - started)
+        service.metrics.add(PROMPT_TOKENS, answer["usage"]["prompt_tokens"])
+        service.metrics.observe(LATENCY, time.perf_counter() - started)
         return json_response(answer)
 
     message = f"'{service.model}' is a classification model and generates no text: use POST /classify"

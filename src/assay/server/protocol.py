@@ -99,22 +99,17 @@ class Fields:
 
     def integer(self, name: str, default: Any, low: int, high: int) -> Any:
         value = self.values.get(name)
-        if value is None:
-            return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        if value is not None and (type(value) is not int or not low <= value <= high):
             raise ApiError(400, f"'{name}' must be an integer from {low} to {high}, not {shown(value)}", name)
-        return value
+        return default if value is None else value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value = self.values.get(name)
-        if value is None:
-            return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
+        if value is not None and (type(value) not in (int, float) or not low <= value <= high):
             raise ApiError(400, f"'{name}' must be a number from {low:g} to {high:g}, not {shown(value)}", name)
-        return float(value)
+        return default if value is None else float(value)
 
     def check_known(self, known: set[str]) -> None:
         for name in self.values.keys() - known - IGNORED:

@@ -58,10 +58,6 @@ def adopt_orphans() -> None:
         prctl(_SET_SUBREAPER, 1)
 
 
-def no_new_privileges() -> None:
-    prctl(_SET_NO_NEW_PRIVS, 1)
-
-
 def enter_namespaces(network: bool) -> None:
     """Give this process's children a PID and a mount namespace, and without `network` an empty network one."""
     flags = _NEWPID | _NEWNS | (0 if network else _NEWNET | _NEWIPC)
@@ -110,7 +106,7 @@ def restrict_files(
         for rights, paths in ((_READ_FILE, readable), (_READ_FILE | _WRITE_FILE, writable), (_READ_DIR, listable)):
             for path in paths:
                 _allow(ruleset, path, rights)
-        no_new_privileges()
+        prctl(_SET_NO_NEW_PRIVS, 1)
         checked(libc().syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     finally:
         os.close(ruleset)
@@ -326,5 +322,5 @@ def install_filter(rules: list[bytes]) -> None:
     program = b"".join([*prologue, *rules, _step(_RETURN, _ALLOW)])
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    no_new_privileges()
+    prctl(_SET_NO_NEW_PRIVS, 1)
     checked(libc().prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), header, 0, 0), "seccomp")

@@ -23,6 +23,7 @@ from inspect import isawaitable
 from typing import Any, Literal
 
 from assay.system import isolation
+from assay.system.awaiting import value_of
 from assay.system.pipe_messages import encode_json, receive, send_bytes, send_json
 from assay.system.spawn import fork_under_supervisor, ignore_stop_signals, take_pipes
 from assay.types import UserError, describe_error
@@ -171,7 +172,7 @@ def _answers(
         limit = asyncio.timeout(settings.timeout_s)
         try:
             async with limit:
-                value = await _awaited(function(*item))
+                value = await value_of(function(*item))
         except BaseException as error:
             return encode_json({"kind": "timeout", "index": index}) if limit.expired() else _failed(index, error)
         return _answer(index, lambda: value)
@@ -195,11 +196,7 @@ def _failed(index: int, error: BaseException) -> bytes:
 
 def _finished(function: Callable[..., Any], item: Sequence[Any]) -> Any:
     result = function(*item)
-    return _event_loop().run_until_complete(_awaited(result)) if isawaitable(result) else result
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if isawaitable(value) else value
+    return _event_loop().run_until_complete(value_of(result)) if isawaitable(result) else result
 
 
 @cache
