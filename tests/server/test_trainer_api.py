@@ -14,6 +14,8 @@ from serve_parts import RunningServer, byte_tokenizer, metric_of, save_folder, s
 from assay.engine import Finished, Request, SamplingParams
 from assay.engine.base import Failed
 from assay.engine.remote.wire import IDS, event_from_json, pack, request_to_json
+from assay.server.trainer_api import FolderWeights
+from assay.types import UserError
 
 PROMPT = byte_tokenizer().encode("Ann has 7 coins.")
 
@@ -86,3 +88,15 @@ def test_web_pages_of_other_origins_cannot_change_the_engine(updatable: RunningS
         for name in ("sleep", "wake", "reset_prefix_cache", "weights"):
             for headers in (*foreign, {"Origin": "null", "Content-Type": "text/plain"}):
                 assert client.post(f"/engine/{name}", headers=headers).status_code == 403
+
+
+def test_missing_and_damaged_weights_are_reported(tmp_path: Path) -> None:
+    for folder, message in (
+        (tmp_path, "do trainer and server share this folder"),
+        (tmp_path / ("x" * 300), "too long"),
+    ):
+        with pytest.raises(UserError, match=f"cannot read the weights .*{message}"):
+            list(FolderWeights(str(folder)).weights())
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match="cannot read the weights"):
+        list(FolderWeights(str(tmp_path)).weights())

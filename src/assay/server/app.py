@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from assay.engine.base import TokenChunk
-from assay.server.protocol import ApiError, Generation, error_body
+from assay.server.protocol import ApiError, Generation
 from assay.server.service import (
     CLOSED,
     FIRST_TOKEN,
@@ -110,12 +110,12 @@ async def on_api_error(request: HttpRequest, error: Exception) -> Response:
 
 async def on_http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = error_body(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return Response(body, error.status_code, error.headers, media_type=JSON)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return error_response(ApiError(error.status_code, message), error.headers)
 
 
 async def on_other_error(request: HttpRequest, error: Exception) -> Response:
-    return Response(error_body(500, "internal error: see the server's log"), 500, media_type=JSON)
+    return error_response(ApiError(500, "internal error: see the server's log"))
 
 
 Likely = Sequence[Sequence[tuple[int, float]]]  # per token: likely tokens and their log-probabilities
@@ -309,8 +309,8 @@ class GenerationResponse(Response):
             except ApiError as error:
                 if not started:
                     raise
-                event = b"data: " + error.body + b"\n\n"
-                await send({"type": "http.response.body", "body": event + DONE, "more_body": False})
+                last = b"data: " + error.body + b"\n\n" + DONE
+                await send({"type": "http.response.body", "body": last, "more_body": False})
                 return
             for index, event in events:
                 left -= isinstance(event, Completion)

@@ -52,13 +52,10 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param, self.code)
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
 
 
 def shown(value: Any) -> str:

@@ -342,7 +342,7 @@ async def run_frontend(setup: FrontendSetup, pipe: LoopPipe) -> None:
     await pipe.open()
     engine = PipeEngine(pipe, setup.info)
     client = LocalClient(engine, strict=False)
-    counters = memoryview(mmap.mmap(setup.metrics, 8 * SIZE * setup.parts)).cast("d")
+    counters: Any = memoryview(mmap.mmap(setup.metrics, 8 * SIZE * setup.parts)).cast("d")
     service = build_service(setup.serving, client, engine.call, Metrics(counters, setup.part))
     server = make_http_server(make_app(service), setup.serving.cfg, on_ready=lambda: pipe.send(("ready",)))
     reading = asyncio.ensure_future(engine.run(client, server.stop))

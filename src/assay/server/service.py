@@ -339,8 +339,9 @@ def json_response(tree: Any) -> Response:
     return Response(json.dumps(tree), media_type=JSON)
 
 
-def error_response(error: ApiError) -> Response:
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+def error_response(error: ApiError, given: Mapping[str, str] | None = None) -> Response:
+    """`given`: more headers."""
+    headers = {**(given or {}), **({"Retry-After": str(error.retry_after)} if error.retry_after else {})}
     if error.status in (408, 413):  # the rest of the body is not read
         headers["Connection"] = "close"
     return Response(error.body, error.status, headers, media_type=JSON)

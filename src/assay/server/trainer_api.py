@@ -42,18 +42,13 @@ def parse_request(tree: Mapping[str, Any]) -> tuple[Request, Batch | None]:
     batch = Fields(tree).get("batch", list)
     if batch is not None and ([type(one) for one in batch] != [str, int, int] or not 0 <= batch[1] < batch[2]):
         raise ApiError(400, "'batch' must be a name, an index and a larger number of requests", "batch")
-    try:
-        return request_from_json(tree), batch
-    except WireError as error:
-        raise ApiError(400, str(error)) from None
+    return request_from_json(tree), batch
 
 
 def parse_scored(tree: Mapping[str, Any]) -> tuple[list[list[int]], float]:
-    sequences = Fields(tree).get("sequences", list, [])
-    try:
-        return [unpack(one, IDS) for one in sequences], Fields(tree).number("temperature", 1.0, 0.0, 100.0)
-    except WireError as error:
-        raise ApiError(400, str(error)) from None
+    fields = Fields(tree)
+    sequences = [unpack(sequence, IDS) for sequence in fields.get("sequences", list, [])]
+    return sequences, fields.number("temperature", 1.0, 0.0, 100.0)
 
 
 def parse_weights(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -107,6 +102,12 @@ def trainer_routes(service: Service) -> list[Route]:
         except UserError as error:
             raise ApiError(400, str(error)) from None
 
+    async def parsed(request: HttpRequest, parse: Callable[[Mapping[str, Any]], Any]) -> Any:
+        try:
+            return await service.parse(request, parse)
+        except WireError as error:
+            raise ApiError(400, str(error)) from None
+
     def guarded(name: str, endpoint: Endpoint, method: str = "POST") -> Route:
         async def checked(request: HttpRequest) -> Response:
             if not service.cfg.allow_updates:
@@ -119,14 +120,14 @@ def trainer_routes(service: Service) -> list[Route]:
         return json_response({**await call("info"), "model": service.model})
 
     async def generate(request: HttpRequest) -> Response:
-        return EventStream(service, *await service.parse(request, parse_request))
+        return EventStream(service, *await parsed(request, parse_request))
 
     async def score(request: HttpRequest) -> Response:
-        sequences, temperature = await service.parse(request, parse_scored)
+        sequences, temperature = await parsed(request, parse_scored)
         return json_response({"scores": [pack(one, FLOATS) for one in await call("score", sequences, temperature)]})
 
     async def weights(request: HttpRequest) -> Response:
-        source, version = await service.parse(request, parse_weights)
+        source, version = await parsed(request, parse_weights)
         await call("update_weights", source, version)
         return json_response({"version": version})
 

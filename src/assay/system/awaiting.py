@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from inspect import isawaitable, iscoroutinefunction
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 # asyncio is imported in functions, when the first awaitable is there: most worker processes need no event loop.
 

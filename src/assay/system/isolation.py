@@ -13,8 +13,8 @@ import re
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,15 @@ def checked(result: int, name: str) -> int:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
     return result
+
+
+@contextmanager
+def refusal_noted(missing: list[str], protection: str) -> Iterator[None]:
+    """Add the protection to a list if the system refuses it."""
+    try:
+        yield
+    except OSError as error:
+        missing.append(f"{protection} ({error.strerror or error})")
 
 
 def prctl(option: int, value: int) -> None:

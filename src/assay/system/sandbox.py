@@ -138,17 +138,12 @@ def confine(level: Level, user_code: bool) -> list[str]:
     isolation.limit("RLIMIT_NPROC", isolation.tasks_on_system() + MAX_NEW_TASKS[level])
     if level == "basic":
         return []
-    missing, landlock = [], True
+    missing: list[str] = []
     sys.dont_write_bytecode = True
-    try:
+    with isolation.refusal_noted(missing, "limits on reading files"):
         isolation.restrict_files(isolation.import_folders(user_code))
-    except OSError as error:
-        landlock = False
-        missing.append(f"limits on reading files ({error.strerror or error})")
-    try:
-        isolation.filter_system_calls(read_only=not landlock)
-    except OSError as error:
-        missing.append(f"a filter of system calls ({error.strerror or error})")
+    with isolation.refusal_noted(missing, "a filter of system calls"):
+        isolation.filter_system_calls(read_only=bool(missing))
     return missing
 
 
