@@ -46,10 +46,9 @@ def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_server_appli
     with sglang(FakeSGLang(POLICY, decode)) as (engine, servers):
         generate(engine, [Request(PROMPT, SamplingParams(n=2, max_new_tokens=3), seed=9)])
         sent = [body["sampling_params"] for body in bodies(servers[0])[-2:]]
-        expected = {"n": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_new_tokens": 3, "min_new_tokens": 0}
-        for params in sent:
-            assert {name: params[name] for name in expected} == expected
+        for params in sent:  # test_vllm.py has those that are the same for both
+            assert (params["n"], params["top_k"], params["repetition_penalty"]) == (1, -1, 1.0)
+            assert (params["max_new_tokens"], params["min_new_tokens"]) == (3, 0)
         assert sent[0]["sampling_seed"] != sent[1]["sampling_seed"]
 
 
