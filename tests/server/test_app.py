@@ -31,7 +31,7 @@ from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.engine.base import TokenChunk
 from assay.server.app import DONE, AnswerWriter, StreamWriter
 from assay.server.protocol import Generation
-from assay.server.service import TokenTexts
+from assay.server.service import token_texts
 from assay.types import Completion, Finish
 
 PROMPT = "Ann has 7 coins."
@@ -102,11 +102,11 @@ def test_greedy_chat_is_that_of_transformers(client: openai.OpenAI, reference: A
 
 def top_five(reference: Any, ids: Sequence[int], start: int, temperature: float) -> list[list[tuple[str, float]]]:
     """The five most likely tokens by transformers at each position from `start` on."""
-    texts = TokenTexts(renderer())
+    texts = token_texts(renderer())
     with torch.no_grad():
         rows = (reference(torch.tensor([list(ids)])).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
     best = [row.topk(5) for row in rows]
-    return [[(texts.of(int(t)), float(v)) for t, v in zip(one.indices, one.values, strict=True)] for one in best]
+    return [[(texts(int(t)), float(v)) for t, v in zip(one.indices, one.values, strict=True)] for one in best]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -317,7 +317,7 @@ def parsed(text: str) -> list[Any]:
 
 def test_log_probabilities_of_completions_have_offsets_and_those_of_chats_bytes() -> None:
     writers = [
-        AnswerWriter(generation(logprobs=True, chat=chat), renderer(), TokenTexts(renderer()), NAME)
+        AnswerWriter(generation(logprobs=True, chat=chat), renderer(), token_texts(renderer()), NAME)
         for chat in (False, True)
     ]
     completion, chat = (json.loads(writer.body([COMPLETION], [None]))["choices"][0]["logprobs"] for writer in writers)
@@ -331,7 +331,7 @@ def test_log_probabilities_of_completions_have_offsets_and_those_of_chats_bytes(
 @pytest.mark.parametrize("detailed", [False, True])
 def test_chunks_join_to_the_text(chat: bool, detailed: bool) -> None:
     request = generation(chat=chat, logprobs=detailed, token_ids=detailed, include_usage=True, stream=True)
-    writer = StreamWriter(request, renderer(), TokenTexts(renderer()), NAME)
+    writer = StreamWriter(request, renderer(), token_texts(renderer()), NAME)
     chunks = parsed(writer.opening())
     for token, logprob in zip(COMPLETION.token_ids, COMPLETION.engine_logprobs, strict=True):
         chunks += parsed(writer.chunk(0, TokenChunk(0, 0, [token], [logprob])))

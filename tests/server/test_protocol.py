@@ -15,7 +15,7 @@ from assay.engine.base import Capabilities, EngineInfo
 from assay.server.protocol import ApiError, RequestParser, parse_object
 
 INFO = EngineInfo(0, 256, 8, torch.float32, Capabilities(), vocab_size=byte_tokenizer().vocab_size)
-PARSER = RequestParser(renderer(), INFO, HttpConfig(max_samples=8), NAME, True, lambda: 17)
+PARSER = RequestParser(renderer(), INFO, HttpConfig(max_samples=8), NAME, True)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -23,7 +23,8 @@ def test_defaults_are_those_of_the_api() -> None:
     completion = PARSER.completion({"prompt": "Hello"})
     params = completion.params
     assert (params.n, params.temperature, params.top_p, params.max_new_tokens, params.stop) == (1, 1.0, 1.0, 16, ())
-    assert completion.seed == 17 and not completion.stream and not completion.logprobs
+    assert completion.seed != PARSER.completion({"prompt": "Hello"}).seed
+    assert not completion.stream and not completion.logprobs
     alternatives = [PARSER.completion({"prompt": "a", "logprobs": n}).top_logprobs for n in (None, 0, 1, 2, 20)]
     assert alternatives == [0, 0, 0, 2, 20]
     chat = PARSER.chat_completion({"messages": MESSAGES})

@@ -417,7 +417,7 @@ def test_output_of_rewards_reaches_stderr_which_they_cannot_truncate(reward: Rew
 REFUSED = """
 import sys
 from assay.system import isolation
-isolation.refuse("unshare")  # as container runtimes do it
+isolation.install_filter(isolation._refusals(("unshare",)))  # as container runtimes do it
 from assay.rewards import FunctionJudge, JudgePool, MathJudge
 for judge in (FunctionJudge(sys.argv[1]), MathJudge("hash")):
     with JudgePool(judge, workers=2, timeout_s=10.0) as pool:

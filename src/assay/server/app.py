@@ -11,7 +11,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -34,7 +34,6 @@ from assay.server.service import (
     HttpService,
     RunningSamples,
     Service,
-    TokenTexts,
     error_response,
     json_response,
     until_disconnect,
@@ -132,7 +131,7 @@ def completion_logprobs(
         offset += len(text)
     tops = None
     if alternatives is not None:  # the first of several tokens with the same text is the most likely one
-        tops = [dict(reversed(own)) for own in alternatives]
+        tops = [dict(reversed(likely)) for likely in alternatives]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -142,8 +141,8 @@ def chat_logprobs(
     """In the format of /v1/chat/completions."""
     tops = alternatives if alternatives is not None else [()] * len(texts)
     content = [
-        token_entry(text, logprob) | {"top_logprobs": [token_entry(*one) for one in own]}
-        for text, logprob, own in zip(texts, logprobs, tops, strict=True)
+        token_entry(text, logprob) | {"top_logprobs": [token_entry(*other) for other in likely]}
+        for text, logprob, likely in zip(texts, logprobs, tops, strict=True)
     ]
     return {"content": content, "refusal": None}
 
@@ -156,7 +155,7 @@ def token_entry(text: str, logprob: float) -> dict[str, Any]:
 class AnswerWriter:
     """Formats the answers to one request."""
 
-    def __init__(self, generation: Generation, renderer: Renderer, texts: TokenTexts, model: str) -> None:
+    def __init__(self, generation: Generation, renderer: Renderer, texts: Callable[[int], str], model: str) -> None:
         self.generation, self.renderer, self.texts = generation, renderer, texts
         self.sampled_tokens = 0
         self.head = {
@@ -197,12 +196,12 @@ class AnswerWriter:
     ) -> dict[str, Any] | None:
         if not self.generation.logprobs:
             return None
-        texts, alternatives = [self.texts.of(token) for token in token_ids], None
+        texts, alternatives = [self.texts(token) for token in token_ids], None
         if likely is not None:
             # The sampled token has its reported log-probability: another pass rounds it differently.
             alternatives = [
-                [(self.texts.of(one), logprob if one == token else value) for one, value in own]
-                for token, logprob, own in zip(token_ids, logprobs, likely, strict=True)
+                [(self.texts(other), logprob if other == token else value) for other, value in others]
+                for token, logprob, others in zip(token_ids, logprobs, likely, strict=True)
             ]
         if self.generation.chat:
             return chat_logprobs(texts, logprobs, alternatives)
@@ -212,7 +211,7 @@ class AnswerWriter:
 class StreamWriter(AnswerWriter):
     """Formats the answers to one request as server-sent events."""
 
-    def __init__(self, generation: Generation, renderer: Renderer, texts: TokenTexts, model: str) -> None:
+    def __init__(self, generation: Generation, renderer: Renderer, texts: Callable[[int], str], model: str) -> None:
         super().__init__(generation, renderer, texts, model)
         if generation.chat:
             self.head["object"] = "chat.completion.chunk"

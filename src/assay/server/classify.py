@@ -65,12 +65,12 @@ class SequenceBatches:
 
     async def _run(self) -> None:
         while batch := self._take():
-            items = [item for own, _ in batch for item in own]
+            items = [item for request, _ in batch for item in request]
             self._running = len(items)
             try:
                 call = asyncio.to_thread(self._process.call, "classify", items, BATCH_TOKENS, self._max_tokens)
                 results = iter(await call)
-                outcomes: list[Any] = [[next(results) for _ in own] for own, _ in batch]
+                outcomes: list[Any] = [[next(results) for _ in request] for request, _ in batch]
             except Exception as error:
                 self._process.close()  # after an error of CUDA it could not go on
                 outcomes = [failure_of(error) for _ in batch]
@@ -151,8 +151,8 @@ def activated(outputs: Sequence[float], activation: str) -> list[float]:
     if activation == "identity":
         return list(outputs)
     if activation == "sigmoid":
-        return [1 / (1 + math.exp(-one)) if one >= 0 else math.exp(one) / (1 + math.exp(one)) for one in outputs]
-    weights = [math.exp(one - max(outputs)) for one in outputs]
+        return [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in outputs]
+    weights = [math.exp(logit - max(outputs)) for logit in outputs]
     return [weight / sum(weights) for weight in weights]
 
 

@@ -107,7 +107,6 @@ class FrontendSetup:
     listener: int  # descriptor of its listening socket
     metrics: int  # descriptor of the shared counters
     part: int  # index of this frontend
-    parts: int
 
 
 # -- in the engine's process
@@ -150,8 +149,8 @@ class PipeServer:
             future.add_done_callback(partial(self._send_result, request_id, sample))
 
     def _abort(self, *ids: int | tuple[int, int]) -> None:
-        for one in ids:
-            request_id, aborted = one if isinstance(one, tuple) else (one, None)
+        for key in ids:
+            request_id, aborted = key if isinstance(key, tuple) else (key, None)
             for sample, future in enumerate(self._futures.get(request_id, ())):
                 if aborted in (None, sample):
                     future.cancel()
@@ -160,7 +159,7 @@ class PipeServer:
         self._pipe.send(("chunk", request_id, chunk.sample, chunk.token_ids, chunk.logprobs))
 
     def _send_result(self, request_id: int, sample: int, future: asyncio.Future[Completion]) -> None:
-        if all(one.done() for one in self._futures.get(request_id, ())):
+        if all(other.done() for other in self._futures.get(request_id, ())):
             self._futures.pop(request_id, None)
         if future.cancelled():
             return
@@ -174,8 +173,8 @@ class PipeServer:
         try:
             result = await self._control.call(name, *args)
         except Exception as raised:
-            own = isinstance(raised, UserError)
-            error = UserError(str(raised)) if own else RuntimeError(describe_error(raised))
+            for_user = isinstance(raised, UserError)
+            error = UserError(str(raised)) if for_user else RuntimeError(describe_error(raised))
         self._pipe.send(("result", number, result, error))
 
 
@@ -216,11 +215,11 @@ def listeners_of(listener: socket.socket, number: int) -> list[socket.socket]:
     listener.close()
     listeners = []
     for _ in range(number):
-        own = socket.socket(family)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        own.bind(address)
-        listeners.append(own)
+        shared = socket.socket(family)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        shared.bind(address)
+        listeners.append(shared)
     return listeners
 
 
@@ -241,13 +240,13 @@ async def run_with_frontends(engine: Engine, serving: Serving, listener: socket.
     client = LocalClient(engine, strict=False)
     with ExitStack() as stack:
         control = stack.enter_context(closing(EngineControl(engine)))
-        listeners = [stack.enter_context(own) for own in listeners_of(listener, number)]
+        listeners = [stack.enter_context(shared) for shared in listeners_of(listener, number)]
         counters = stack.enter_context(tempfile.TemporaryFile())
         counters.truncate(8 * SIZE * number)
         stack.enter_context(client.driven_in_thread())
         frontends: list[FrontendProcess] = []
-        for part, own in enumerate(listeners):
-            setup = FrontendSetup(plain, engine.info, own.fileno(), counters.fileno(), part, number)
+        for part, shared in enumerate(listeners):
+            setup = FrontendSetup(plain, engine.info, shared.fileno(), counters.fileno(), part)
             frontends.append(FrontendProcess(client, control, setup))
             stack.callback(frontends[-1].close)
         await run_until_stopped(frontends, serving)
@@ -256,8 +255,8 @@ async def run_with_frontends(engine: Engine, serving: Serving, listener: socket.
 async def run_until_stopped(frontends: list[FrontendProcess], serving: Serving) -> None:
     """Until all frontends have ended after a signal, or a second signal."""
     loop, signals, ready = asyncio.get_running_loop(), asyncio.Queue[None](), count(1)
-    for one in STOP_SIGNALS:
-        loop.add_signal_handler(one, signals.put_nowait, None)
+    for signum in STOP_SIGNALS:
+        loop.add_signal_handler(signum, signals.put_nowait, None)
 
     def on_ready() -> None:
         if next(ready) == len(frontends):
@@ -342,7 +341,7 @@ async def run_frontend(setup: FrontendSetup, pipe: LoopPipe) -> None:
     await pipe.open()
     engine = PipeEngine(pipe, setup.info)
     client = LocalClient(engine, strict=False)
-    counters: Any = memoryview(mmap.mmap(setup.metrics, 8 * SIZE * setup.parts)).cast("d")
+    counters: Any = memoryview(mmap.mmap(setup.metrics, 8 * SIZE * setup.serving.cfg.frontends)).cast("d")
     service = build_service(setup.serving, client, engine.call, Metrics(counters, setup.part))
     server = make_http_server(make_app(service), setup.serving.cfg, on_ready=lambda: pipe.send(("ready",)))
     reading = asyncio.ensure_future(engine.run(client, server.stop))

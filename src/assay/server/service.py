@@ -305,12 +305,9 @@ class HttpService(ABC):
         return parse(parse_object(body))
 
 
-class TokenTexts:
+def token_texts(renderer: Renderer) -> Callable[[int], str]:
     """The texts of single tokens, for log-probabilities."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        tokenizer = renderer.tokenizer
-        self.of = lru_cache(TOKEN_TEXTS)(lambda token: tokenizer.decode([token], skip_special=False))
+    return lru_cache(TOKEN_TEXTS)(lambda token: renderer.tokenizer.decode([token], skip_special=False))
 
 
 @dataclass(kw_only=True)
@@ -324,7 +321,7 @@ class Service(HttpService):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.texts = TokenTexts(self.renderer)
+        self.texts = token_texts(self.renderer)
         self.batches = RequestBatches()
 
     @property

@@ -40,7 +40,7 @@ CHUNK_S = 60.0  # seconds after which an update without further weights is given
 def parse_request(tree: Mapping[str, Any]) -> tuple[Request, Batch | None]:
     """A request, and the batch of requests that it belongs to."""
     batch = Fields(tree).get("batch", list)
-    if batch is not None and ([type(one) for one in batch] != [str, int, int] or not 0 <= batch[1] < batch[2]):
+    if batch is not None and ([*map(type, batch)] != [str, int, int] or not 0 <= batch[1] < batch[2]):
         raise ApiError(400, "'batch' must be a name, an index and a larger number of requests", "batch")
     return request_from_json(tree), batch
 
@@ -84,11 +84,11 @@ class EventStream(Response):
         events: list[Event]
         while left:
             try:
-                new = await running.events()
-                events = [one if isinstance(one, TokenChunk) else Finished(0, sample, one) for sample, one in new]
-                finished = [one for _, one in new if isinstance(one, Completion)]
+                arrived = await running.events()
+                events = [new if isinstance(new, TokenChunk) else Finished(0, sample, new) for sample, new in arrived]
+                finished = [new for _, new in arrived if isinstance(new, Completion)]
                 left -= len(finished)
-                self.service.metrics.add(SAMPLED_TOKENS, sum(len(one.token_ids) for one in finished))
+                self.service.metrics.add(SAMPLED_TOKENS, sum(len(completion.token_ids) for completion in finished))
             except ApiError as error:
                 events, left = [Failed(0, error.message)], 0
             body = "".join(f"{json.dumps(event_to_json(event))}\n" for event in events).encode()
@@ -123,8 +123,8 @@ def trainer_routes(service: Service) -> list[Route]:
         return EventStream(service, *await parsed(request, parse_request))
 
     async def score(request: HttpRequest) -> Response:
-        sequences, temperature = await parsed(request, parse_scored)
-        return json_response({"scores": [pack(one, FLOATS) for one in await call("score", sequences, temperature)]})
+        scores = await call("score", *await parsed(request, parse_scored))
+        return json_response({"scores": [pack(values, FLOATS) for values in scores]})
 
     async def weights(request: HttpRequest) -> Response:
         source, version = await parsed(request, parse_weights)

@@ -283,11 +283,6 @@ def _own_process_only(own: int, read_only: bool) -> list[bytes]:
     return rules
 
 
-def refuse(*names: str) -> None:
-    """Refuse only these system calls."""
-    install_filter(_refusals(names))
-
-
 def _machine() -> tuple[int, int]:
     machine = platform.machine()
     if machine not in _MACHINES:

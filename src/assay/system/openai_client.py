@@ -107,9 +107,6 @@ class Endpoint:
         self._refusal: EndpointError | None = None
         self.loop = LoopThread()
 
-    def __repr__(self) -> str:
-        return f"Endpoint({self.url!r})"
-
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request; the JSON object of the answer. Raises an `EndpointError`."""
 
