@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import torch
-from engine_parts import small_decoder
+from engine_parts import small_decoder, small_spec
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +27,6 @@ from assay.config import HttpConfig
 from assay.engine import make_engine
 from assay.models import export
 from assay.models.decoder import Decoder
-from assay.models.spec import ModelSpec
 from assay.server.server import Serving, address_of, run_server
 from assay.system.http_server import bind
 from assay.text import Renderer, Tokenizer
@@ -55,20 +54,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @functools.cache
 def tiny_model(seed: int = 0, max_length: int = 256) -> Decoder:
-    spec = ModelSpec(
-        family="qwen2",
-        vocab_size=byte_tokenizer().vocab_size,
-        hidden=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        intermediate=48,
-        max_length=max_length,
-        qkv_bias=True,
-        qk_norm=False,
-        tied=True,
-    )
+    spec = small_spec("qwen2", vocab_size=byte_tokenizer().vocab_size, layers=2, max_length=max_length)
     return small_decoder(spec, seed)
 
 
