@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from engine_parts import small_decoder, small_spec
 from http_parts import Answer, SmallServer, small_server
 from torch import Tensor
+from waiting import until as until
 
 from assay.config import RemoteEngineConfig
 from assay.engine.base import Capabilities, Request, SamplingParams
@@ -98,10 +98,3 @@ def requests(count: int, **changes: Any) -> list[Request]:
 
 def tokens(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in group] for group in groups]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

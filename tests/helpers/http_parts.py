@@ -10,28 +10,45 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=ThreadingHTTPServer)
-Answer = tuple[int, Any]  # status and body: bytes as they are, anything else as JSON
+# Status and body (bytes as they are, anything else as JSON), and more headers.
+Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 
 
-class SmallServer(ThreadingHTTPServer):
-    """Calls `answer(path, body)` in a thread per connection, and records all requests. `drop`: close connections."""
+class JsonServer(ThreadingHTTPServer):
+    """Calls `respond` in a thread per connection, with the path, the JSON body and the headers of a request."""
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, answer: Callable[[str, Any], Answer]) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.answer = answer
-        self.requests: list[tuple[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.drop = False
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def respond(self, path: str, body: Any, headers: dict[str, str]) -> Answer | None:
+        """None: the connection is closed."""
+        raise NotImplementedError
+
     def handle_error(self, *_: object) -> None:
         """Clients that abort close their connection."""
+
+
+class SmallServer(JsonServer):
+    """Answers with `answer(path, body)`, and records all requests. `drop`: close connections."""
+
+    def __init__(self, answer: Callable[[str, Any], Answer]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.requests: list[tuple[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.drop = False
+
+    def respond(self, path: str, body: Any, headers: dict[str, str]) -> Answer | None:
+        self.requests.append((path, body))
+        self.headers.append(headers)
+        return None if self.drop else self.answer(path, body)
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.requests]
@@ -39,7 +56,7 @@ class SmallServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: SmallServer
+    server: JsonServer
 
     def do_POST(self) -> None:
         size = int(self.headers.get("content-length", 0))
@@ -47,20 +64,21 @@ class Handler(BaseHTTPRequestHandler):
         if len(body) < size:  # the client has aborted the request before all of it was sent
             self.close_connection = True
             return
-        content = json.loads(body) if body else None
-        self.server.requests.append((self.path, content))
-        self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
-        if self.server.drop:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        answer = self.server.respond(self.path, json.loads(body) if body else None, headers)
+        if answer is None:
             self.close_connection = True
             return
-        status, answer = self.server.answer(self.path, content)
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        status, content, *more = answer
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("content-length", str(len(data)))
+        for name, value in {"content-length": str(len(data)), **dict(*more)}.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
-    do_GET = do_POST
+    do_GET = do_HEAD = do_POST
 
     def log_message(self, *_: object) -> None:
         pass

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from waiting import comes_true
 
 
 def table() -> dict[int, tuple[int, str, str]]:
@@ -34,28 +34,26 @@ def alive(mark: str) -> list[int]:
     return [pid for pid, (_, state, line) in table().items() if mark in line and state != "Z" and pid != os.getpid()]
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the second one if it ends between opening and reading
+        return False
+
+
 def gone(mark: str, within: float = 10.0) -> bool:
     """Wait until no process has the mark in its command line; return whether that happened."""
-    return _wait_for(lambda: not alive(mark), within)
+    return comes_true(lambda: not alive(mark), within)
 
 
 def started(mark: str, count: int, within: float = 20.0) -> bool:
-    return _wait_for(lambda: len(alive(mark)) == count, within)
+    return comes_true(lambda: len(alive(mark)) == count, within)
 
 
 def ended(pids: list[int], within: float = 10.0) -> bool:
-    return _wait_for(lambda: all(table().get(pid, (0, "Z"))[1] == "Z" for pid in pids), within)
+    return comes_true(lambda: not any(map(is_running, pids)), within)
 
 
 def zombies() -> list[int]:
     """Return children of this process that were not reaped."""
     return [pid for pid, (parent, state, _) in table().items() if parent == os.getpid() and state == "Z"]
-
-
-def _wait_for(condition: Callable[[], bool], within: float) -> bool:
-    deadline = time.monotonic() + within
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True

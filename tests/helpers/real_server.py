@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_parts import small_decoder
 
 from assay.engine.base import Request, SamplingParams
 from assay.engine.client import generate
@@ -54,12 +56,8 @@ def random_llama() -> tuple[Decoder, Tokenizer]:
     tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
     head = 64 if CUDA else 32
     sizes = {"hidden": 4 * head, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": head, "intermediate": 6 * head}
-    model = Decoder(ModelSpec("llama", vocab_size=tokenizer.vocab_size, max_length=512, tied=True, **sizes))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.empty(weight.shape).normal_(0.0, 1.0, generator=generator)
-            weight.copy_(0.1 * noise if weight.dim() == 2 else 1.0 + 0.1 * noise)
+    spec = ModelSpec("llama", vocab_size=tokenizer.vocab_size, max_length=512, tied=True, **sizes)
+    model = small_decoder(spec, scale=0.1, spread=0.1)
     return model, tokenizer
 
 
@@ -111,3 +109,21 @@ def check_killed_server(engine: Any, tokenizer: Tokenizer) -> None:
     os.kill(program.pid, signal.SIGKILL)
     with pytest.raises(UserError, match=r"is not reachable .* it ended \(killed by SIGKILL\): .* \(see .*\.log\)"):
         generate(engine, [Request(tokenizer.encode(TEXT), SamplingParams(max_new_tokens=4), 0)])
+
+
+Scores = Callable[[Sequence[int], float], torch.Tensor]
+
+
+def hf_scores(folder: Path, dtype: torch.dtype) -> Scores:
+    """A function of token ids and a temperature: log-probabilities of all tokens but the first."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.no_grad()
+    def scores(ids: Sequence[int], temperature: float) -> torch.Tensor:
+        tokens = torch.tensor([list(ids)])
+        rows = (model(tokens).logits[0, :-1].double() / temperature).log_softmax(-1)
+        return rows.gather(1, tokens[0, 1:, None])[:, 0]
+
+    return scores

@@ -9,8 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,16 @@ from typing import Any
 
 import httpx
 import torch
-from engine_parts import small_decoder
+from engine_parts import small_decoder, small_spec
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from waiting import until as until
 
 from assay.config import HttpConfig
 from assay.engine import make_engine
 from assay.models import export
 from assay.models.decoder import Decoder
-from assay.models.spec import ModelSpec
 from assay.server.server import Serving, address_of, run_server
 from assay.system.http_server import bind
 from assay.text import Renderer, Tokenizer
@@ -55,20 +54,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @functools.cache
 def tiny_model(seed: int = 0, max_length: int = 256) -> Decoder:
-    spec = ModelSpec(
-        family="qwen2",
-        vocab_size=byte_tokenizer().vocab_size,
-        hidden=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        intermediate=48,
-        max_length=max_length,
-        qkv_bias=True,
-        qk_norm=False,
-        tied=True,
-    )
+    spec = small_spec("qwen2", vocab_size=byte_tokenizer().vocab_size, layers=2, max_length=max_length)
     return small_decoder(spec, seed)
 
 
@@ -151,11 +137,3 @@ def command(*words: str, **variables: str) -> Iterator[tuple[subprocess.Popen[st
 def metric_of(url: str, name: str) -> float:
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread or process."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.02)

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from http_parts import running
+from http_parts import Answer, JsonServer, running
 
 FIELDS: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -71,19 +70,16 @@ def problem(path: str, body: Any) -> str:
     return "" if messages[-1]["role"] == "user" else "the last message is not the user's"
 
 
-class StubEndpoint(ThreadingHTTPServer):
+class StubEndpoint(JsonServer):
     """Answers with `answering(body)`. `faults`: what the first requests get instead, in order.
 
     `plain`: requests of any path and form are accepted, and an answer is sent as it is.
     """
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(
         self, answering: Answering, key: str = "", faults: tuple[Fault, ...] = (), plain: bool = False
     ) -> None:
-        super().__init__(("127.0.0.1", 0), StubHandler)
+        super().__init__()
         self.answering, self.key, self.faults, self.plain = answering, key, list(faults), plain
         self.paths: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -91,13 +87,6 @@ class StubEndpoint(ThreadingHTTPServer):
         self.problems: list[str] = []
         self.lock = threading.Lock()
         self.running = self.most_running = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def handle_error(self, *_: object) -> None:
-        """Clients that abort close their connection."""
 
     @contextmanager
     def counted(self, body: Any) -> Iterator[Fault | None]:
@@ -113,66 +102,44 @@ class StubEndpoint(ThreadingHTTPServer):
             with self.lock:
                 self.running -= 1
 
-
-class StubHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: StubEndpoint
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with self.server.counted(body) as fault:
-            if self.server.key and self.headers.get("authorization") != f"Bearer {self.server.key}":
-                sent = self.headers.get("authorization", "nothing")
-                return self.send(401, message(f"Incorrect API key provided: {sent}"))
-            self.server.paths.append(self.path)
-            if wrong := "" if self.server.plain else problem(self.path, body):
-                self.server.problems.append(wrong)
-                return self.send(404 if "path" in wrong else 400, message(wrong))
-            reply = fault or self.server.answering(body)
+    def respond(self, path: str, body: Any, headers: dict[str, str]) -> Answer | None:
+        with self.counted(body) as fault:
+            sent = headers.get("authorization", "nothing")
+            if self.key and sent != f"Bearer {self.key}":
+                return 401, message(f"Incorrect API key provided: {sent}")
+            self.paths.append(path)
+            if wrong := "" if self.plain else problem(path, body):
+                self.problems.append(wrong)
+                return 404 if "path" in wrong else 400, message(wrong)
+            reply = fault or self.answering(body)
             if isinstance(reply, Fault):
-                return self.send_fault(reply)
-            if self.server.plain:
-                return self.send(200, reply)
+                return faulty_answer(reply)
+            if self.plain:
+                return 200, reply
             choice = {"text": reply} if isinstance(reply, str) else reply
             if body.get("stream"):
-                return self.send_stream(body, choice["text"])
-            self.send(200, regular_answer(body, choice))
+                return 200, streamed(body, choice["text"]), {"content-type": "text/event-stream"}
+            return 200, regular_answer(body, choice)
+
+
+def faulty_answer(fault: Fault) -> Answer | None:
+    time.sleep(fault.delay_s)
+    if not fault.drop:
+        return fault.status, fault.content, dict(fault.headers)
+    if fault.content is None:
         return None
+    return fault.status, fault.content, {"content-length": "100000", "connection": "close"}
 
-    def send(self, status: int, content: Any, headers: Mapping[str, str] | None = None, cut: int = 0) -> None:
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in ({"content-length": str(len(data) + cut)} | dict(headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
 
-    def send_fault(self, fault: Fault) -> None:
-        time.sleep(fault.delay_s)
-        if fault.drop:
-            self.close_connection = True
-        if not fault.drop or fault.content is not None:
-            self.send(fault.status, fault.content, fault.headers, cut=100 * fault.drop)
-
-    def send_stream(self, body: dict[str, Any], text: str) -> None:
-        self.close_connection = True
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("connection", "close")
-        self.end_headers()
-        words = [word if number == 0 else f" {word}" for number, word in enumerate(text.split(" "))]
-        chat = "messages" in body
-        parts: list[dict[str, Any]] = [{"delta": {"role": "assistant", "content": ""}}] if chat else []
-        parts += [{"delta": {"content": word}} if chat else {"text": word} for word in words]
-        parts += [{"delta": {}, "finish_reason": "stop"} if chat else {"text": "", "finish_reason": "stop"}]
-        events = [{"choices": [{"index": 0, **part}]} for part in parts]
-        events += [{"choices": [], "usage": usage_of(body, len(words) + 1)}]
-        for event in [*map(json.dumps, events), "[DONE]"]:
-            self.wfile.write(f"data: {event}\n\n".encode())
-            self.wfile.flush()
-
-    def log_message(self, *_: object) -> None:
-        pass
+def streamed(body: dict[str, Any], text: str) -> bytes:
+    words = [word if number == 0 else f" {word}" for number, word in enumerate(text.split(" "))]
+    chat = "messages" in body
+    parts: list[dict[str, Any]] = [{"delta": {"role": "assistant", "content": ""}}] if chat else []
+    parts += [{"delta": {"content": word}} if chat else {"text": word} for word in words]
+    parts += [{"delta": {}, "finish_reason": "stop"} if chat else {"text": "", "finish_reason": "stop"}]
+    events = [{"choices": [{"index": 0, **part}]} for part in parts]
+    events += [{"choices": [], "usage": usage_of(body, len(words) + 1)}]
+    return "".join(f"data: {event}\n\n" for event in [*map(json.dumps, events), "[DONE]"]).encode()
 
 
 def usage_of(body: dict[str, Any], tokens: int) -> dict[str, int]:

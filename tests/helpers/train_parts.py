@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 import torch
-from engine_parts import small_decoder
+from engine_parts import small_decoder, small_spec
 from torch import Tensor
 
 from assay.models.base import PolicyModel
@@ -15,19 +15,8 @@ from assay.models.spec import ModelSpec
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 VOCABULARY = 23
-SPEC = ModelSpec(
-    family="qwen3",
-    vocab_size=VOCABULARY,
-    hidden=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    intermediate=24,
-    max_length=64,
-    qk_norm=True,
-    tied=True,
-)
+SIZES = {"hidden": 16, "layers": 2, "head_dim": 4, "intermediate": 24, "max_length": 64}
+SPEC = small_spec("qwen3", vocab_size=VOCABULARY, **SIZES)
 
 
 def tiny_decoder(seed: int = 0, dtype: torch.dtype = torch.float64, spec: ModelSpec = SPEC) -> Decoder:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,37 +142,29 @@ def test_a_failed_request_leaves_the_others_alone() -> None:
             generate(engine, requests)
 
 
-@pytest.mark.parametrize(
-    "content", [{}, {"choices": []}, {"choices": [{"message": {"content": 3}}]}, {"choices": "x"}, {"choices": [1]}]
-)
-def test_answers_of_another_form_fail_the_request(content: Any) -> None:
-    expected = pytest.raises(RequestError, match=r"is openai.url an OpenAI-compatible endpoint\?")
-    with connected(Fault(content=content)) as (_, engine), expected:
+def test_answers_of_another_form_and_withheld_answers_fail_the_request() -> None:
+    expected = r"is openai.url an OpenAI-compatible endpoint\?"
+    for choices in ([], [{"message": {"content": 3}}], "x", [1]):
+        with connected(Fault(content={"choices": choices})) as (_, engine), pytest.raises(RequestError, match=expected):
+            generate(engine, [ask(engine, "a")])
+    withheld = {"text": "", "finish_reason": "content_filter"}
+    with connected(reply=lambda body: withheld) as (_, engine), pytest.raises(RequestError, match="filter"):
         generate(engine, [ask(engine, "a")])
 
 
-def test_a_withheld_answer_is_a_failure() -> None:
-    withheld, expected = {"text": "", "finish_reason": "content_filter"}, pytest.raises(RequestError, match="filter")
-    with connected(reply=lambda body: withheld) as (_, engine), expected:
-        generate(engine, [ask(engine, "a")])
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"params": SamplingParams(n=0)}, "samples"),
-        ({"params": SamplingParams(forbidden_token_ids=(1,))}, "token ids"),
-        ({"continues": 3}, "handle"),
-        ({"prompt_ids": []}, "empty"),
-    ],
-)
-def test_invalid_requests_fail_without_being_sent(changes: dict[str, Any], problem: str) -> None:
+def test_invalid_requests_fail_without_being_sent() -> None:
     with connected() as (server, engine):
-        fields = {"prompt_ids": ask(engine, "a").prompt_ids, "params": PARAMS, "seed": 0} | changes
-        running = Stepped(engine)
-        running.add(Request(**fields))
-        (event,) = running.step()
-        assert isinstance(event, Failed) and problem in event.error and not server.requests
+        running, valid = Stepped(engine), ask(engine, "a")
+        for request, problem in (
+            (replace(valid, params=SamplingParams(n=0)), "samples"),
+            (replace(valid, params=SamplingParams(forbidden_token_ids=(1,))), "token ids"),
+            (replace(valid, continues=3), "handle"),
+            (replace(valid, prompt_ids=[]), "empty"),
+        ):
+            running.add(request)
+            (event,) = running.step()
+            assert isinstance(event, Failed) and problem in event.error
+        assert not server.requests
 
 
 def test_an_aborted_request_yields_no_event() -> None:

@@ -286,7 +286,7 @@ def test_unsupported_environments_are_user_errors(load: Any, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [SINGLE, MULTI, TOOLS])
+@pytest.mark.parametrize("source", [MULTI, TOOLS])
 def test_training_on_environments_of_verifiers(load: Any, source: str, tmp_path: Path) -> None:
     settings = {
         "model.source": "preset:pico",

@@ -75,7 +75,6 @@ def test_a_server_without_the_extension_has_no_fingerprint_and_loads_folders() -
         ),
         ({"development": False}, r"does not accept weights: start it with VLLM_SERVER_DEV_MODE=1"),
         ({"model": small_decoder(small_spec(vocab_size=60))}, "its vocabulary is smaller than the policy's 61 tokens"),
-        ({"model": small_decoder(small_spec(vocab_size=64))}, "size mismatch.*same model"),  # at the first update
     ],
 )
 def test_a_server_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -126,9 +125,7 @@ def test_garbage_in_completions_fails_the_request_alone() -> None:
     ("path", "answer"),
     [
         ("/v1/models", {"data": [-1]}),
-        ("/v1/models", {"data": [{"id": "policy", "max_model_len": float("inf")}]}),
         ("/v1/models", b"[" * 100_000),
-        ("/server_info", {"vllm_config": "text"}),
         ("/server_info", {"vllm_config": {"parallel_config": 61}}),
         ("/is_sleeping", [True]),
     ],

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_scores import hf_scores
-from real_server import FEW, MEAN_GAP, ROOT, TEXT, check_killed_server, finish, gap_of_scores, scores
+from real_server import FEW, MEAN_GAP, ROOT, TEXT, check_killed_server, finish, gap_of_scores, hf_scores, scores
 from small_run import SmallRuns
 from stepped import Stepped
 

@@ -10,8 +10,7 @@ from typing import Literal
 import pytest
 import torch
 from broken_sync import KINDS, break_sync
-from hf_scores import hf_scores
-from real_server import CUDA, FEW, MEAN_GAP, ROOT, TEXT, check_killed_server, finish, gap_of_scores, scores
+from real_server import CUDA, FEW, MEAN_GAP, ROOT, TEXT, check_killed_server, finish, gap_of_scores, hf_scores, scores
 from small_run import SmallRuns
 from stepped import Stepped
 from sync_parts import LR, Learning

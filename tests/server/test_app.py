@@ -1,11 +1,10 @@
-"""The OpenAI API, used with its official client, and by many concurrent clients."""
+"""The OpenAI API: formats of answers; used with its official client, and by many concurrent clients."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import json
-import resource
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,11 @@ from serve_parts import (
 from transformers import AutoModelForCausalLM
 
 from assay.engine import Request, SamplingParams, generate, make_engine
-from assay.server.responses import TokenTexts
+from assay.engine.base import TokenChunk
+from assay.server.app import DONE, AnswerWriter, StreamWriter
+from assay.server.protocol import Generation
+from assay.server.service import token_texts
+from assay.types import Completion, Finish
 
 PROMPT = "Ann has 7 coins."
 MESSAGES: Any = [{"role": "user", "content": "How many coins?"}]
@@ -70,18 +73,18 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
 
 
-@pytest.mark.parametrize("kind", ["text", "ids"])
-def test_greedy_completions_are_those_of_transformers(client: openai.OpenAI, reference: Any, kind: str) -> None:
+def test_greedy_completions_are_those_of_transformers(client: openai.OpenAI, reference: Any) -> None:
     ids = byte_tokenizer().encode(PROMPT)
     expected, logprobs = greedy(reference, ids, 24)
-    prompt: Any = PROMPT if kind == "text" else ids
-    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=24, temperature=0, logprobs=0)
+    answer = client.completions.create(model=NAME, prompt=[PROMPT], max_tokens=24, temperature=0, logprobs=0)
     (choice,) = answer.choices
     assert choice.text == text_of(expected) and choice.finish_reason in ("length", "stop")
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
     assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), len(expected))
+    same = client.completions.create(model=NAME, prompt=ids, max_tokens=24, temperature=0)
+    assert same.choices[0].text == choice.text
 
 
 def test_greedy_chat_is_that_of_transformers(client: openai.OpenAI, reference: Any) -> None:
@@ -99,11 +102,11 @@ def test_greedy_chat_is_that_of_transformers(client: openai.OpenAI, reference: A
 
 def top_five(reference: Any, ids: Sequence[int], start: int, temperature: float) -> list[list[tuple[str, float]]]:
     """The five most likely tokens by transformers at each position from `start` on."""
-    texts = TokenTexts(renderer())
+    texts = token_texts(renderer())
     with torch.no_grad():
         rows = (reference(torch.tensor([list(ids)])).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
     best = [row.topk(5) for row in rows]
-    return [[(texts.of(int(t)), float(v)) for t, v in zip(one.indices, one.values, strict=True)] for one in best]
+    return [[(texts(int(t)), float(v)) for t, v in zip(one.indices, one.values, strict=True)] for one in best]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -165,8 +168,8 @@ def test_samples_are_those_of_the_engine(client: openai.OpenAI, server: RunningS
         assert choice.logprobs is not None and choice.logprobs.token_logprobs == completion.engine_logprobs
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_streams_have_the_text_of_whole_answers(client: openai.OpenAI, count: int) -> None:
+def test_streams_have_the_text_of_whole_answers(client: openai.OpenAI) -> None:
+    count = 3
     ask = functools.partial(client.completions.create, model=NAME, prompt=PROMPT, n=count, max_tokens=60, seed=7)
     whole = ask()
     texts, finishes = [""] * count, [""] * count
@@ -229,36 +232,35 @@ def connected(server: RunningServer, body: Any) -> Iterator[socket.socket]:
         yield connection
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnected_client_frees_its_blocks(stream: bool) -> None:
+def test_a_disconnected_client_frees_its_blocks() -> None:
     with serving(tiny_model(0, 4096), max_length=4096) as server:
-        body = {"prompt": PROMPT, "max_tokens": 4000, "n": 100, "ignore_eos": True, "stream": stream}
-        with connected(server, body):
-            until(lambda: metric_of(server.url, "assay_running_sequences") == 100)
-            assert (
-                metric_of(server.url, "assay_kv_blocks_used") > 0
-                and metric_of(server.url, "assay_active_samples") == 100
-            )
-        until(lambda: metric_of(server.url, "assay_kv_blocks_used") == 0)
-        assert metric_of(server.url, "assay_running_sequences") == metric_of(server.url, "assay_active_samples") == 0
-        assert 'assay_requests_total{endpoint="completions",status="499"} 1' in httpx.get(f"{server.url}/metrics").text
+        for stream in (False, True):
+            body = {"prompt": PROMPT, "max_tokens": 4000, "n": 100, "ignore_eos": True, "stream": stream}
+            with connected(server, body):
+                until(lambda: metric_of(server.url, "assay_running_sequences") == 100)
+                assert metric_of(server.url, "assay_kv_blocks_used") > 0
+                assert metric_of(server.url, "assay_active_samples") == 100
+            until(lambda: metric_of(server.url, "assay_kv_blocks_used") == 0)
+            for name in ("assay_running_sequences", "assay_active_samples"):
+                assert metric_of(server.url, name) == 0
+        assert 'assay_requests_total{endpoint="completions",status="499"} 2' in httpx.get(f"{server.url}/metrics").text
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_an_error_of_the_engine_fails_the_requests_in_flight_and_later_ones_are_served(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 4, "n": 2, "stream": stream}
     with serving() as server:
-        with monkeypatch.context() as patch:
-            patch.setattr(server.engine, "_iterate", lambda: 1 / 0)
-            answer = httpx.post(f"{server.api}/completions", json=body, timeout=60)
-            assert answer.status_code == 500 and "ZeroDivisionError" in answer.json()["error"]["message"]
-        assert httpx.post(f"{server.api}/completions", json=body, timeout=60).status_code == 200
+        for stream in (False, True):
+            body = {"prompt": PROMPT, "max_tokens": 4, "n": 2, "stream": stream}
+            with monkeypatch.context() as patch:
+                patch.setattr(server.engine, "_iterate", lambda: 1 / 0)
+                answer = httpx.post(f"{server.api}/completions", json=body, timeout=60)
+                assert answer.status_code == 500 and "ZeroDivisionError" in answer.json()["error"]["message"]
+            assert httpx.post(f"{server.api}/completions", json=body, timeout=60).status_code == 200
         assert metric_of(server.url, "assay_active_samples") == 0
 
 
-CLIENTS = 1000
+CLIENTS = 100
 PARAMS = SamplingParams(max_new_tokens=12, stop_token_ids=renderer().stop_token_ids)
 
 
@@ -277,10 +279,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, seed: int) -> list[int]:
     return [token for choice in choices for token in choice.get("token_ids", [])]
 
 
-@pytest.mark.slow
-def test_a_thousand_concurrent_requests_get_their_own_answers() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))  # both ends are in this process
+def test_a_hundred_concurrent_requests_get_their_own_answers() -> None:
     prompts = [f"{number:04d}: {number * number}" for number in range(CLIENTS)]
     engine = make_engine("native", tiny_model(), device="cpu", dtype=torch.float32)
     requests = [Request(byte_tokenizer().encode(prompt), PARAMS, seed) for seed, prompt in enumerate(prompts)]
@@ -300,3 +299,52 @@ def test_a_thousand_concurrent_requests_get_their_own_answers() -> None:
         for name in ("assay_active_samples", "assay_running_sequences", "assay_waiting_requests"):
             assert metric_of(server.url, name) == 0
         assert metric_of(server.url, 'assay_requests_total{endpoint="completions",status="200"}') == CLIENTS
+
+
+TEXT = 'né "木"\n'
+IDS = byte_tokenizer().encode(TEXT)
+LOGPROBS = [-0.5 * number for number in range(len(IDS))]
+COMPLETION = Completion([*IDS, byte_tokenizer().eos_ids[0]], [*LOGPROBS, -9.0], [*LOGPROBS, -9.0], Finish.STOP)
+
+
+def generation(**values: Any) -> Generation:
+    return Generation([[1, 2, 3]], SamplingParams(), seed=0, **values)
+
+
+def parsed(text: str) -> list[Any]:
+    return [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
+
+
+def test_log_probabilities_of_completions_have_offsets_and_those_of_chats_bytes() -> None:
+    writers = [
+        AnswerWriter(generation(logprobs=True, chat=chat), renderer(), token_texts(renderer()), NAME)
+        for chat in (False, True)
+    ]
+    completion, chat = (json.loads(writer.body([COMPLETION], [None]))["choices"][0]["logprobs"] for writer in writers)
+    assert completion["tokens"][0] == "n" and completion["text_offset"][:2] == [0, 1]
+    assert completion["token_logprobs"] == COMPLETION.engine_logprobs
+    first, second = chat["content"][:2]
+    assert first["token"] == "n" and first["bytes"] == [ord("n")] and second["bytes"] is None  # a part of a character
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("detailed", [False, True])
+def test_chunks_join_to_the_text(chat: bool, detailed: bool) -> None:
+    request = generation(chat=chat, logprobs=detailed, token_ids=detailed, include_usage=True, stream=True)
+    writer = StreamWriter(request, renderer(), token_texts(renderer()), NAME)
+    chunks = parsed(writer.opening())
+    for token, logprob in zip(COMPLETION.token_ids, COMPLETION.engine_logprobs, strict=True):
+        chunks += parsed(writer.chunk(0, TokenChunk(0, 0, [token], [logprob])))
+    chunks += parsed(writer.chunk(0, COMPLETION))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
+    assert "".join(texts) == TEXT and "\ufffd" not in "".join(texts)
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk" if chat else "text_completion"}
+    assert all(chunk["usage"] is None for chunk in chunks) and len({chunk["id"] for chunk in chunks}) == 1
+    if detailed:
+        assert [one for choice in choices for one in choice.get("token_ids", [])] == COMPLETION.token_ids
+    closing = writer.closing()
+    assert closing.endswith(DONE)
+    (last,) = parsed(closing.removesuffix(DONE).decode())
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(COMPLETION.token_ids)

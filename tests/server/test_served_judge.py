@@ -31,16 +31,6 @@ Rating: 1
 Question: {question}
 Answer: {answer}
 Rating:"""
-CHECK = """Reply with yes or no only.
-
-Answer: Thank you for asking, it is 4.
-Is the answer polite? yes
-
-Answer: Go away.
-Is the answer about numbers? no
-
-Answer: {answer}
-{check}"""
 ANSWERS = ["The capital of France is Paris.", "I hate you, and this question is stupid.", "Bananas are yellow."]
 
 
@@ -74,13 +64,3 @@ def test_scores_are_expected_values_and_are_cached(url: str, tmp_path: Path) -> 
     with judge_of(url, **settings) as again:
         assert again.judge([(answer, PROMPT.answer, again.fields(PROMPT)) for answer in ANSWERS]) == verdicts
         assert again.cached == len(ANSWERS) and not again.usage.requests
-
-
-def test_questions_give_probabilities_of_yes(url: str, tmp_path: Path) -> None:
-    (tmp_path / "template.txt").write_text(CHECK)
-    settings = {"questions": ["Is the answer about France?", "Is the answer polite?"], "cache": ""}
-    with judge_of(url, **settings, template_file=str(tmp_path / "template.txt")) as judge:
-        (verdict,) = judge.judge([(ANSWERS[0], PROMPT.answer, judge.fields(PROMPT))])
-    assert verdict.status in (Status.OK, Status.WRONG), verdict
-    assert verdict.reward == pytest.approx((verdict.parts["yes_1"] + verdict.parts["yes_2"]) / 2)
-    assert all(0 < verdict.parts[name] < 1 for name in ("yes_1", "yes_2")), verdict

@@ -34,6 +34,26 @@ def test_result_of_a_program(running: ProgramRunner) -> None:
     assert running.run("def f(x): return 5", TESTS, LIMITS).detail == "f(2): 5 instead of 4"
 
 
+def test_exceptions_of_the_program_arrive_by_name(running: ProgramRunner) -> None:
+    kinds = "[Own, OSError, KeyboardInterrupt, StopIteration]"
+    source = f"class Own(Exception): pass\ndef f(x):\n    raise {kinds}[x]('why')"
+    tests = [
+        "try: f(1)\nexcept OSError as error: assert str(error) == 'why'",
+        "try: f(0)\nexcept Exception as error: assert str(error) == 'Own: why'",
+        "try: f(2)\nexcept Exception as error: assert 'KeyboardInterrupt' in str(error)",
+        "assert f(0) == 1",
+        "assert all(map(f, [3]))",
+    ]
+    result = running.run(source, TESTS | {"tests": tests}, LIMITS)
+    assert result == ProgramResult("done", [True, True, True, False, False], "f(0): Own: why")
+
+
+def test_arguments_that_the_program_changes_are_changed(running: ProgramRunner) -> None:
+    source = "def f(a, b, c, d):\n    a.append(1); b['k'] = 2; c.add(3); d[0][0] = 4"
+    test = "a, b, c, d = [], {}, set(), [[0]]\nf(a, b, c, d)\nassert (a, b, c, d) == ([1], {'k': 2}, {3}, [[4]])"
+    assert running.run(source, TESTS | {"tests": [test]}, LIMITS).passed == [True]
+
+
 def test_programs_share_nothing(running: ProgramRunner) -> None:
     leave = "import math\nmath.left = 1\n" + RIGHT
     assert running.run(leave, TESTS, LIMITS).passed == [True]

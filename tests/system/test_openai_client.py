@@ -47,19 +47,25 @@ def ask(client: Endpoint, body: dict[str, Any] = BODY) -> dict[str, Any]:
     "fault",
     [
         Fault(429, message("slow down")),
-        Fault(500, message("oops")),
         Fault(503, b"<html>overloaded</html>"),
         Fault(408, message("late")),
         Fault(drop=True),
         Fault(drop=True, content={"choices": []}),
-        Fault(content={}, delay_s=1.0),
+        Fault(content={}, delay_s=0.6),
     ],
-    ids=["429", "500", "503", "408", "lost connection", "broken answer", "timeout"],
+    ids=["429", "503", "408", "lost connection", "broken answer", "timeout"],
 )
 def test_faults_that_may_pass_are_retried(fault: Fault) -> None:
     with connected(fault, fault, timeout_s=0.3) as (server, client):
         assert ask(client)["choices"][0]["message"]["content"] == "hi"
         assert len(server.requests) == 3 and client.usage.retries == 2
+
+
+def test_a_timeout_is_told_apart_from_other_errors() -> None:
+    with connected(Fault(content={}, delay_s=0.3), timeout_s=0.1, retries=0) as (_, client):
+        with pytest.raises(EndpointError, match=r"no answer within 0.1 s: raise openai.timeout_s") as error:
+            ask(client)
+        assert error.value.timed_out
 
 
 def test_retries_end_with_an_error_that_names_the_cause() -> None:
@@ -71,27 +77,25 @@ def test_retries_end_with_an_error_that_names_the_cause() -> None:
         assert len(server.requests) == 3 and e.value.status == 429 and not e.value.timed_out
 
 
-def test_a_timeout_is_told_apart_from_other_errors() -> None:
-    with connected(Fault(content={}, delay_s=1.0), timeout_s=0.2, retries=0) as (_, client):
-        with pytest.raises(EndpointError, match=r"no answer within 0.2 s: raise openai.timeout_s") as error:
-            ask(client)
-        assert error.value.timed_out
-
-
-@pytest.mark.parametrize(
-    ("status", "advice"),
-    [
-        (400, "rejects this request"),
-        (401, "openai.api_key_env"),
-        (403, "openai.api_key_env"),
-        (404, "name of the model"),
-    ],
+NOT_JSON = r"no JSON object: is openai.url an OpenAI-compatible endpoint\?"
+FINAL = (
+    (Fault(400, message("no")), "rejects this request"),
+    (Fault(401, message("no")), "openai.api_key_env"),
+    (Fault(403, message("no")), "openai.api_key_env"),
+    (Fault(404, message("no")), "name of the model"),
+    (Fault(429, {"error": {"message": "exceeded", "code": "insufficient_quota"}}), "no credit left"),
+    (Fault(429, message("daily limit"), {"retry-after": "86400"}), "wait for 86,400 s: try again later"),
+    *((Fault(content=content), NOT_JSON) for content in (b"<html>hello</html>", b"[1]", b"")),
+    (Fault(content={"error": {"message": "upstream died"}}), "upstream died"),
 )
-def test_requests_that_cannot_succeed_are_sent_once(status: int, advice: str) -> None:
-    with connected(Fault(status, message("no"))) as (server, client):
-        with pytest.raises(EndpointError, match=advice) as error:
-            ask(client)
-        assert len(server.requests) == 1 and "\n" not in str(error.value)
+
+
+def test_requests_that_cannot_succeed_are_sent_once() -> None:
+    for fault, advice in FINAL:
+        with connected(fault) as (server, client):
+            with pytest.raises(EndpointError, match=advice) as error:
+                ask(client)
+            assert len(server.requests) == 1 and "\n" not in str(error.value) and not error.value.timed_out
 
 
 def test_after_a_refusal_no_other_request_is_sent() -> None:
@@ -104,14 +108,6 @@ def test_after_a_refusal_no_other_request_is_sent() -> None:
         assert len(server.requests) == 1
 
 
-def test_an_account_without_credit_is_not_asked_again() -> None:
-    fault = Fault(429, {"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}})
-    with connected(fault) as (server, client):
-        with pytest.raises(EndpointError, match="no credit left"):
-            ask(client)
-        assert len(server.requests) == 1
-
-
 def test_retry_after_pauses_all_requests() -> None:
     with connected(Fault(429, message("wait"), {"retry-after": "1"}), max_concurrent=1) as (server, client):
 
@@ -121,14 +117,6 @@ def test_retry_after_pauses_all_requests() -> None:
         client.loop.call(ask_both())
         first, *later = server.times
         assert len(later) == 2 and min(later) - first >= 1.0
-
-
-def test_a_pause_that_is_too_long_is_an_error() -> None:
-    with (
-        connected(Fault(429, message("daily limit"), {"retry-after": "86400"})) as (_, client),
-        pytest.raises(EndpointError, match=r"wait for 86,400 s: try again later"),
-    ):
-        ask(client)
 
 
 def test_retry_after_is_read_in_all_its_forms() -> None:
@@ -150,23 +138,6 @@ def test_concurrency_is_limited() -> None:
 
         client.loop.call(ask_all())
         assert len(server.requests) == 12 and server.most_running == 3
-
-
-@pytest.mark.parametrize("content", [b"<html>hello</html>", b"[1]", b""])
-def test_an_answer_that_is_no_json_object_is_an_error(content: bytes) -> None:
-    with (
-        connected(Fault(content=content)) as (_, client),
-        pytest.raises(EndpointError, match=r"no JSON object: is openai.url an OpenAI-compatible endpoint\?"),
-    ):
-        ask(client)
-
-
-def test_an_error_in_an_answer_with_status_200_is_an_error() -> None:
-    with (
-        connected(Fault(content={"error": {"message": "upstream died"}})) as (_, client),
-        pytest.raises(EndpointError, match="upstream died"),
-    ):
-        ask(client)
 
 
 def test_an_endpoint_that_is_not_running() -> None:
@@ -255,18 +226,9 @@ def test_settings_never_hold_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         base_url(f"https://host/v1?key={SECRET}", "openai")
 
 
-@pytest.mark.parametrize(
-    ("given", "used"),
-    [
-        ("http://127.0.0.1:8000", "http://127.0.0.1:8000/v1"),
-        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000/v1"),
-        ("https://host/api/v1beta/openai", "https://host/api/v1beta/openai"),
-    ],
-)
-def test_urls(given: str, used: str) -> None:
-    assert base_url(given, "openai") == used
-
-
-def test_a_missing_url_is_an_error() -> None:
+def test_urls_end_with_the_version_of_the_api() -> None:
+    for given in ("http://127.0.0.1:8000", "http://127.0.0.1:8000/v1/"):
+        assert base_url(given, "openai") == "http://127.0.0.1:8000/v1"
+    assert base_url("https://host/api/v1beta/openai", "openai") == "https://host/api/v1beta/openai"
     with pytest.raises(UserError, match=r"no endpoint: set judge.url"):
         base_url("", "judge")

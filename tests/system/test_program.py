@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from process_tree import is_running
+from waiting import until
 
 from assay.system.program import SupervisedProgram, free_port, last_error
 
@@ -25,20 +27,6 @@ import subprocess, time
 print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
 time.sleep(600)
 """
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second one if it ends between opening and reading
-        return False
 
 
 def run(code: str, log: Path, **environment: str) -> SupervisedProgram:
@@ -69,9 +57,9 @@ def test_close_ends_a_program_politely(tmp_path: Path) -> None:
     handler = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: (print('term', flush=True), exit(0)))"
     program = run(f"{handler}; print('ready', flush=True); time.sleep(600)", tmp_path / "log")
     until(lambda: program.log.exists() and program.log.read_text() == "ready\n")
-    assert program.ended is None and alive(program.pid)
+    assert program.ended is None and is_running(program.pid)
     program.close()
-    assert program.tail() == "term" and not alive(program.pid)
+    assert program.tail() == "term" and not is_running(program.pid)
 
 
 def test_blocked_sigterm_does_not_reach_a_program_or_its_children(tmp_path: Path) -> None:
@@ -82,9 +70,9 @@ def test_blocked_sigterm_does_not_reach_a_program_or_its_children(tmp_path: Path
     for pid in (program.pid, child):
         os.kill(pid, signal.SIGTERM)
     time.sleep(0.2)
-    assert program.ended is None and alive(child)
+    assert program.ended is None and is_running(child)
     program.close()
-    assert "KeyboardInterrupt" in log.read_text() and not alive(program.pid) and not alive(child)
+    assert "KeyboardInterrupt" in log.read_text() and not is_running(program.pid) and not is_running(child)
 
 
 def test_a_program_can_be_restarted(tmp_path: Path) -> None:
@@ -92,7 +80,7 @@ def test_a_program_can_be_restarted(tmp_path: Path) -> None:
     first = program.pid
     program.restart()
     until(lambda: program.tail() == "ready")
-    assert program.ended is None and alive(program.pid) and program.pid != first and not alive(first)
+    assert program.ended is None and is_running(program.pid) and program.pid != first and not is_running(first)
     program.close()
 
 
@@ -103,10 +91,10 @@ def test_no_process_is_left_if_the_parent_is_killed(tmp_path: Path) -> None:
     pid = int(parent.stdout.readline())
     until(lambda: log.exists() and log.read_text().endswith("\n"))
     grandchild = int(log.read_text())
-    assert alive(pid) and alive(grandchild)
+    assert is_running(pid) and is_running(grandchild)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    until(lambda: not alive(pid) and not alive(grandchild))
+    until(lambda: not is_running(pid) and not is_running(grandchild))
 
 
 def test_the_reason_is_known_as_soon_as_the_program_is_dead(tmp_path: Path) -> None:
@@ -114,7 +102,7 @@ def test_the_reason_is_known_as_soon_as_the_program_is_dead(tmp_path: Path) -> N
     program = run(PROGRAM, tmp_path / "log")
     until(lambda: program.tail().isdigit())
     os.kill(program.pid, signal.SIGKILL)
-    until(lambda: not alive(program.pid))
+    until(lambda: not is_running(program.pid))
     assert program.ended == "killed by SIGKILL"
     program.close()
 

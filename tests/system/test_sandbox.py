@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from process_tree import alive, descendants, gone, started, zombies
 
-from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
+from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix, latex
 from assay.rewards.pool import is_user_code, level_for
 from assay.system import spawn
 from assay.system.sandbox import environment
@@ -94,15 +94,7 @@ if sys.argv[4] == "wait":
 
 
 @linux
-@pytest.mark.parametrize(
-    ("sandbox", "how"),
-    [
-        ("auto", "killed"),
-        ("off", "exits"),
-        pytest.param("off", "killed", marks=pytest.mark.slow),
-        pytest.param("auto", "exits", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("sandbox", "how"), [("auto", "killed"), ("off", "exits")])
 def test_end_of_the_parent_kills_processes_that_rewards_started(
     reward: Reward, mark: str, tmp_path: Path, sandbox: str, how: str
 ) -> None:
@@ -145,22 +137,16 @@ def test_item_of_a_worker_that_was_killed_is_judged_again(reward: Reward, tmp_pa
 
 FORGED = {
     "framed pickle": "frame(pickle.dumps(Evil()))",
-    "huge length": "struct.pack('<Q', 2**63) + b'x' * 100",
-    "not JSON": "frame(b'{\"kind\": ')",
-    "other index": "result(7, 'x')",
+    "other index": "result(999, 'x')",
     "NaN reward": "verdict(reward=float('nan'))",
     "second start": 'frame(b\'{"kind": "ready", "missing": []}\')',
     "resumed first": 'frame(b\'{"kind": "resumed"}\')',
     "clock stopped twice": 'frame(b\'{"kind": "paused"}\') * 2',
-    "many verdicts": "b''.join(verdict() for _ in range(50))",
+    "many verdicts": "verdict() * 50",
 }
-QUICK_FORGED = ("framed pickle", "NaN reward")
 
 
-@pytest.mark.parametrize(
-    "forged", [name if name in QUICK_FORGED else pytest.param(name, marks=pytest.mark.slow) for name in FORGED]
-)
-def test_forged_messages_never_run_code_or_affect_other_items(reward: Reward, tmp_path: Path, forged: str) -> None:
+def test_forged_messages_never_run_code_or_affect_other_items(reward: Reward, tmp_path: Path) -> None:
     """Code in the worker writes to every descriptor; the parent must not trust it."""
     proof = tmp_path / "proof"
     judge = reward(f"""
@@ -174,30 +160,21 @@ def test_forged_messages_never_run_code_or_affect_other_items(reward: Reward, tm
         def result(index, value):
             return frame(json.dumps(dict(kind="result", index=index, value=value)).encode())
         index = fields["index"]
-        if completion == "attack":
+        if completion:
+            message = eval(completion)
             for descriptor in range(3, 64):
-                try: os.write(descriptor, {FORGED[forged]})
+                try: os.write(descriptor, message)
                 except OSError: pass
         return {{"reward": 0.5, "detail": "honest"}}
     """)
-    texts = ["a", "attack", "b", "c"]
+    texts = ["", *(text for forged in FORGED.values() for text in (forged, ""))]
     with JudgePool(judge, workers=1, timeout_s=20.0) as pool:
         verdicts = pool.judge([(text, "", {"index": index}) for index, text in enumerate(texts)])
     assert not proof.exists()
-    others = [verdict for text, verdict in zip(texts, verdicts, strict=True) if text != "attack"]
-    assert [(v.reward, v.detail) for v in others] == [(0.5, "honest")] * 3
-    if forged != "many verdicts":  # the first one cannot be distinguished from a true one
-        assert verdicts[1].status is Status.ERROR and "invalid message" in verdicts[1].detail
-
-
-def test_incomplete_message_ends_at_the_time_limit(reward: Reward) -> None:
-    judge = reward("""
-        for descriptor in range(3, 64):
-            try: os.write(descriptor, b"\\x10")
-            except OSError: pass
-        time.sleep(60)
-    """)
-    assert judge_one(judge, timeout_s=0.3).status is Status.TIMEOUT
+    assert {(verdict.reward, verdict.detail) for verdict in verdicts[::2]} == {(0.5, "honest")}
+    for name, verdict in zip(FORGED, verdicts[1::2], strict=True):
+        if name != "many verdicts":  # the first one cannot be distinguished from a true one
+            assert verdict.status is Status.ERROR and "invalid message" in verdict.detail, name
 
 
 def test_limits_of_rewards_and_what_their_programs_inherit(reward: Reward, tmp_path: Path) -> None:
@@ -274,20 +251,15 @@ def test_pass_env_of_an_unset_variable_is_an_error(monkeypatch: pytest.MonkeyPat
         JudgePool(MathJudge(), pass_env=["NOT_SET_ANYWHERE"])
 
 
-def test_order_of_sets_is_the_same_in_every_worker(reward: Reward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    judge = reward("return {'reward': 1, 'parsed': str({'a', 'b', 'c', 'd', 'e', 'f'})}")
-    first, second = (judge_one(judge).parsed for _ in range(2))
-    assert first == second
-
-
 def test_environment_of_workers_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HTTPS_PROXY", "SSH_AUTH_SOCK"):
         monkeypatch.setenv(name, "s3cret")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     for level in ("strict", "basic"):
         passed = environment(level, [])
         assert "s3cret" not in str(passed) and passed["LC_ALL"] == "C.UTF-8" and passed["PATH"] == os.environ["PATH"]
+        assert passed["PYTHONHASHSEED"] == "0"  # sets of strings have the same order in every worker
     assert environment("strict", [])["HOME"] == "/"
 
 
@@ -400,19 +372,6 @@ def test_rewards_in_a_namespace_cannot_signal_the_parent(reward: Reward) -> None
     assert "ProcessLookupError" in verdict.detail
 
 
-@linux
-def test_math_is_judged_in_the_strict_sandbox_from_a_thread() -> None:
-    judge = RewardMix(MathJudge())
-    assert level_for(judge, "auto") == "strict"
-    verdicts: list[Verdict] = []
-    with JudgePool(judge, workers=1) as pool:
-        items: list[Any] = [(r"\boxed{\sqrt{12}}", r"2\sqrt{3}", {})]  # imports sympy in the worker
-        thread = threading.Thread(target=lambda: verdicts.extend(pool.judge(items)))
-        thread.start()
-        thread.join(60)
-    assert [verdict.status for verdict in verdicts] == [Status.OK]
-
-
 @dataclass(frozen=True)
 class OwnJudge:
     def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
@@ -422,7 +381,7 @@ class OwnJudge:
 def test_level_is_strict_for_our_judges_and_basic_for_user_code(reward: Reward) -> None:
     own = [OwnJudge(), reward("return 1"), RewardMix(reward("return 1")), RewardMix(OwnJudge())]
     assert all(is_user_code(judge) and level_for(judge, "auto") == "basic" for judge in own)
-    assert not is_user_code(RewardMix(MathJudge()))
+    assert not is_user_code(RewardMix(MathJudge())) and level_for(RewardMix(MathJudge()), "auto") == "strict"
     assert level_for(OwnJudge(), "strict") == "strict" and level_for(MathJudge(), "off") == "off"
 
 
@@ -456,7 +415,7 @@ def test_output_of_rewards_reaches_stderr_which_they_cannot_truncate(reward: Rew
 REFUSED = """
 import sys
 from assay.system import isolation
-isolation.refuse("unshare")  # as container runtimes do it
+isolation.install_filter(isolation._refusals(("unshare",)))  # as container runtimes do it
 from assay.rewards import FunctionJudge, JudgePool, MathJudge
 for judge in (FunctionJudge(sys.argv[1]), MathJudge("hash")):
     with JudgePool(judge, workers=2, timeout_s=10.0) as pool:
@@ -490,20 +449,6 @@ def test_nothing_is_left_of_a_worker_that_stops_its_supervisor(
 
 
 @linux
-@pytest.mark.skipif(os.geteuid() == 0, reason="RLIMIT_NPROC does not apply to root")
-def test_fork_bomb_hits_the_process_limit(reward: Reward) -> None:
-    judge = reward("""
-        import resource
-        resource.setrlimit(resource.RLIMIT_NPROC, (100, 100))
-        for count in range(200):
-            if os.fork() == 0: time.sleep(60)
-        return 1
-    """)
-    verdict = judge_one(judge, timeout_s=30.0)
-    assert verdict.status is Status.ERROR and "BlockingIOError" in verdict.detail
-
-
-@linux
 def test_number_of_processes_per_namespace_is_limited(reward: Reward) -> None:
     """Also for root, to whom RLIMIT_NPROC does not apply."""
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 14):
@@ -522,14 +467,12 @@ def test_strict_sandbox_needs_worker_processes() -> None:
         JudgePool(MathJudge(), workers=0, sandbox="strict")
 
 
-@pytest.mark.slow
-def test_bytecode_of_libraries_is_cached_before_confinement(tmp_path: Path) -> None:
-    script = textwrap.dedent("""
-        from assay.rewards import JudgePool, MathJudge
-        with JudgePool(MathJudge("hash"), workers=1) as pool:
-            pool.judge([("#### 1", "1", {})])
-    """)
-    variables = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)
-    subprocess.run([sys.executable, "-c", script], env=variables, check=True, timeout=300)
-    assert list(tmp_path.rglob("sympy/__pycache__/*.pyc")) or list(tmp_path.rglob("sympy/__init__*.pyc"))
+def test_bytecode_of_libraries_is_cached_before_confinement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(latex, "_library", lambda: imported.append("math_verify"))
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "sympy", raising=False)
+    for ignored in (True, False):  # no cache is written if the user does not want it
+        monkeypatch.setattr(sys, "dont_write_bytecode", ignored)
+        MathJudge("hash").prepare()
+        assert bool(imported) is not ignored

@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
     from assay.build.models import build_server
-    from assay.server.frontend import serve
-    from assay.server.server import Serving
+    from assay.server.server import Serving, serve
 
     with Console(sys.stderr) as console:
         renderer, engine = build_server(model, cfg, None, console, any_style=True)

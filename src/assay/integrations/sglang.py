@@ -40,8 +40,6 @@ from assay.models.spec import spec_to_hf
 from assay.types import Finish, UserError, excerpt
 
 GENERATE = "/generate"
-LOWEST_TEMPERATURE = 1e-6  # SGLang samples greedily below
-FORBIDDEN_BIAS = -1e9
 NO_TOKEN = 2**31 - 1  # not in any vocabulary
 IDLE_S = 60  # time limit for requests that were aborted to leave the batch
 MEMORY = ["kv_cache", "weights"]  # what a sleep releases
@@ -127,6 +125,8 @@ class SGLangEngine(PausableEngine):
     health_path = "/model_info"  # /health samples a token, which a server that is paused or sleeps cannot
     kind, section, path = "SGLang", "sglang", GENERATE
     pause, resume = ("/pause_generation", {"mode": "abort"}), ("/continue_generation", dict[str, Any]())
+    length_fields, forbidden_bias = ("max_new_tokens", "min_new_tokens"), -1e9
+    lowest_temperature = 1e-6  # SGLang samples greedily below
     settings_type, launcher = SGLangConfig, LaunchedSGLang
     capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start an SGLang server there"
@@ -189,29 +189,14 @@ class SGLangEngine(PausableEngine):
 
     def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
         params = job.request.params
-        if 0 < params.temperature < LOWEST_TEMPERATURE:
-            raise UserError(f"SGLang has no temperatures between 0 and {LOWEST_TEMPERATURE}: {params.temperature:g}")
-        limit = job.limit - len(drawn)
-        # All of them: otherwise the preferred sampling parameters of the server apply.
-        sampling: dict[str, Any] = {
+        sampling = {
             "n": 1,
-            "max_new_tokens": limit,
-            "min_new_tokens": min(limit, max(0, params.min_new_tokens - len(drawn))),
-            "temperature": params.temperature,
+            **self._sampling(job, drawn),
             "top_k": params.top_k or -1,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": not params.stop_token_ids,  # it would also ignore the stop tokens
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
-        if params.forbidden_token_ids:
-            sampling["logit_bias"] = {str(token): FORBIDDEN_BIAS for token in params.forbidden_token_ids}
         if params.temperature:
             # The noise is a function of seed and position. It has an effect with deterministic inference only.
             sampling["sampling_seed"] = sample_seed(job.request.seed, sample, 0)
@@ -264,23 +249,16 @@ class SGLangEngine(PausableEngine):
                 "another run uses it"
             )
 
-    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        if temperature != 1.0:
-            raise UserError("SGLang scores given tokens at temperature 1 only")
-
-        async def score(sequence: Sequence[int]) -> list[float]:
-            ids = [int(token) for token in sequence]
-            sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-            body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-            answer = await self.post(server, GENERATE, body, tokens=len(ids))
-            with self.reading("no log-probabilities of the prompt"):
-                rows = answer["meta_info"]["input_token_logprobs"]
-                clipped = [0 if token == self.info.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
-                if [row[1] for row in rows] not in (ids, clipped):
-                    raise ValueError
-                return [row[0] for row in rows[1:]]
-
-        return await asyncio.gather(*map(score, sequences))
+    async def _prompt_scores(self, server: Server, ids: list[int]) -> list[float]:
+        sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = await self.post(server, GENERATE, body, tokens=len(ids))
+        with self.reading("no log-probabilities of the prompt"):
+            rows = answer["meta_info"]["input_token_logprobs"]
+            clipped = [0 if token == self.info.vocab_size - 1 else token for token in ids]  # by SGLang 0.5.17
+            if [row[1] for row in rows] not in (ids, clipped):
+                raise ValueError
+            return [row[0] for row in rows[1:]]
 
     # -- how weights get into the servers
 

@@ -12,7 +12,6 @@ Experimental: weights through NCCL have never been sent, because that needs two 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ from assay.models.fingerprint import digest_of
 from assay.types import Finish, UserError, excerpt
 
 COMPLETIONS = "/v1/completions"
-LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
-FORBIDDEN_BIAS = -100.0
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
 DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
@@ -128,6 +125,8 @@ class LaunchedVLLM(LaunchedServers):
 class VLLMEngine(PausableEngine):
     kind, section, path = "vLLM", "vllm", COMPLETIONS
     pause, resume = ("/pause?mode=abort", None), ("/resume", None)
+    length_fields, forbidden_bias = ("max_tokens", "min_tokens"), -100.0
+    lowest_temperature = 0.01  # vLLM raises lower ones to this
     settings_type, launcher = VLLMConfig, LaunchedVLLM
     capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start a vLLM server there"
@@ -207,30 +206,15 @@ class VLLMEngine(PausableEngine):
 
     def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
         params = job.request.params
-        if 0 < params.temperature < LOWEST_TEMPERATURE:
-            raise UserError(f"vLLM has no temperatures between 0 and {LOWEST_TEMPERATURE}: {params.temperature:g}")
-        limit = job.limit - len(drawn)
         body: dict[str, Any] = {
             "model": self.served[server.url].name,
             "prompt": [*job.tokens, *drawn],
-            "max_tokens": limit,
-            "min_tokens": min(limit, max(0, params.min_new_tokens - len(drawn))),
-            "temperature": params.temperature,
-            # Also those that are off: otherwise the defaults of the model's generation config apply.
+            **self._sampling(job, drawn),
             "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,  # end tokens are among the stop tokens
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
         }
-        if params.forbidden_token_ids:
-            body["logit_bias"] = {str(token): FORBIDDEN_BIAS for token in params.forbidden_token_ids}
         if params.temperature and self.settings.seeds:
             body["seed"] = sample_seed(job.request.seed, sample, len(drawn))
         return body
@@ -244,18 +228,11 @@ class VLLMEngine(PausableEngine):
             raise self.garbage(f"the finish reason {excerpt(reason, 30)!r}")
         return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
 
-    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        if temperature != 1.0:
-            raise UserError("vLLM scores given tokens at temperature 1 only")
-        name = self.served[server.url].name
-
-        async def score(sequence: Sequence[int]) -> list[float]:
-            ids = [int(token) for token in sequence]
-            answer = await self.post(server, COMPLETIONS, {"model": name, **prompt_body(ids)}, tokens=len(ids))
-            with self.reading("no log-probabilities of the prompt"):
-                return prompt_scores(answer, ids)
-
-        return await asyncio.gather(*map(score, sequences))
+    async def _prompt_scores(self, server: Server, ids: list[int]) -> list[float]:
+        body = {"model": self.served[server.url].name, **prompt_body(ids)}
+        answer = await self.post(server, COMPLETIONS, body, tokens=len(ids))
+        with self.reading("no log-probabilities of the prompt"):
+            return prompt_scores(answer, ids)
 
     # -- weights
 

@@ -59,11 +59,13 @@ class AssayWorker:
     vllm_config: Any
     device: torch.device
 
-    def assay_load_folder(self, folder: str) -> dict[str, int]:
-        """Load all safetensors files of a folder; returns the number of weights."""
-        return self._assay_load(weights_of_folder(Path(folder)))
+    def assay_load_folder(self, folder: str) -> None:
+        """Load all safetensors files of a folder."""
+        with self._assay_config():
+            self.model_runner.reload_weights(weights_iterator=weights_of_folder(Path(folder)))
+            refresh_tied_head(self.model_runner.get_model())
 
-    def assay_load_shared(self, chunk: Mapping[str, Any], first: bool) -> dict[str, int]:
+    def assay_load_shared(self, chunk: Mapping[str, Any], first: bool) -> None:
         """Load weights from a buffer of another process on the same GPU (see `transport.IpcTransport`).
 
         After the last buffer, `assay_finish_loading` must be called.
@@ -76,7 +78,6 @@ class AssayWorker:
                 initialize_layerwise_reload(model)
             model.load_weights(weights_of_buffer(shared_buffer(chunk["handle"], self.device), chunk))
         torch.cuda.synchronize()  # the trainer overwrites the buffer afterwards
-        return {"weights": len(chunk["names"])}
 
     def assay_finish_loading(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -100,20 +101,6 @@ class AssayWorker:
         """The physical GPU of this worker."""
         on_gpu = self.device.type == "cuda"
         return {"uuid": str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else ""}
-
-    def _assay_load(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
-        count = 0
-
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            nonlocal count
-            for name, weight in weights:
-                count += 1
-                yield name, weight
-
-        with self._assay_config():
-            self.model_runner.reload_weights(weights_iterator=counted())
-            refresh_tied_head(self.model_runner.get_model())
-        return {"weights": count}
 
     @contextmanager
     def _assay_config(self) -> Iterator[None]:

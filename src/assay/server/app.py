@@ -1,13 +1,18 @@
-"""The routes of the server: the OpenAI API, health and metrics.
+"""The routes of the server: the OpenAI API with the formats of its answers, health and metrics.
 
 See `trainer_api` for those of our trainer, and `classify` for those of a classification model.
+
+A server may send 10,000s of chunks per second, so the parts of a chunk that do not change are formatted once.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,12 +22,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from assay.server import metrics as names
-from assay.server.metrics import CLOSED
-from assay.server.protocol import ApiError, Generation, error_body
-from assay.server.responses import AnswerWriter, StreamWriter, error_event
+from assay.engine.base import TokenChunk
+from assay.server.protocol import ApiError, Generation
 from assay.server.service import (
+    CLOSED,
+    FIRST_TOKEN,
     JSON,
+    LATENCY,
+    PROMPT_TOKENS,
+    SAMPLED_TOKENS,
     HttpService,
     RunningSamples,
     Service,
@@ -32,9 +40,12 @@ from assay.server.service import (
 )
 from assay.server.trainer_api import trainer_routes
 from assay.system.http_server import is_same_origin
+from assay.text import Renderer
+from assay.text.stream import REPLACEMENT, TextStream, text_before_stop
 from assay.types import Completion
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+DONE = b"data: [DONE]\n\n"
 
 
 class Gate:
@@ -98,12 +109,158 @@ async def on_api_error(request: HttpRequest, error: Exception) -> Response:
 
 async def on_http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = error_body(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return Response(body, error.status_code, error.headers, media_type=JSON)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return error_response(ApiError(error.status_code, message), error.headers)
 
 
 async def on_other_error(request: HttpRequest, error: Exception) -> Response:
-    return Response(error_body(500, "internal error: see the server's log"), 500, media_type=JSON)
+    return error_response(ApiError(500, "internal error: see the server's log"))
+
+
+Likely = Sequence[Sequence[tuple[int, float]]]  # per token: likely tokens and their log-probabilities
+Alternatives = Sequence[Sequence[tuple[str, float]]]  # the same with the texts of the tokens
+
+
+def completion_logprobs(
+    texts: Sequence[str], logprobs: Sequence[float], offset: int = 0, alternatives: Alternatives | None = None
+) -> dict[str, Any]:
+    """In the format of /v1/completions. `offset`: length of the text before these tokens."""
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    tops = None
+    if alternatives is not None:  # the first of several tokens with the same text is the most likely one
+        tops = [dict(reversed(likely)) for likely in alternatives]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(
+    texts: Sequence[str], logprobs: Sequence[float], alternatives: Alternatives | None = None
+) -> dict[str, Any]:
+    """In the format of /v1/chat/completions."""
+    tops = alternatives if alternatives is not None else [()] * len(texts)
+    content = [
+        token_entry(text, logprob) | {"top_logprobs": [token_entry(*other) for other in likely]}
+        for text, logprob, likely in zip(texts, logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def token_entry(text: str, logprob: float) -> dict[str, Any]:
+    """Tokens with a part of a character have no bytes."""
+    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+
+
+class AnswerWriter:
+    """Formats the answers to one request."""
+
+    def __init__(self, generation: Generation, renderer: Renderer, texts: Callable[[int], str], model: str) -> None:
+        self.generation, self.renderer, self.texts = generation, renderer, texts
+        self.sampled_tokens = 0
+        self.head = {
+            "id": f"{'chatcmpl' if generation.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if generation.chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt, sampled = self.generation.prompt_tokens, self.sampled_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def body(self, completions: Sequence[Completion], likely: Sequence[Likely | None]) -> bytes:
+        """The whole response. `completions` and `likely`: of the choices."""
+        self.sampled_tokens = sum(len(completion.token_ids) for completion in completions)
+        choices = [self._choice(index, *choice) for index, choice in enumerate(zip(completions, likely, strict=True))]
+        return json.dumps({**self.head, "choices": choices, "usage": self.usage}).encode()
+
+    def _choice(self, index: int, completion: Completion, likely: Likely | None) -> dict[str, Any]:
+        generation = self.generation
+        text = text_before_stop(self.renderer.decode(completion.token_ids), generation.params.stop)
+        choice: dict[str, Any] = {"index": index}
+        if generation.chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self.logprobs(completion.token_ids, completion.engine_logprobs, likely=likely)
+        choice["finish_reason"] = completion.finish.value
+        if generation.token_ids:
+            choice["prompt_token_ids"] = generation.prompts[index // generation.params.n]
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int = 0, likely: Likely | None = None
+    ) -> dict[str, Any] | None:
+        if not self.generation.logprobs:
+            return None
+        texts, alternatives = [self.texts(token) for token in token_ids], None
+        if likely is not None:
+            # The sampled token has its reported log-probability: another pass rounds it differently.
+            alternatives = [
+                [(self.texts(other), logprob if other == token else value) for other, value in others]
+                for token, logprob, others in zip(token_ids, logprobs, likely, strict=True)
+            ]
+        if self.generation.chat:
+            return chat_logprobs(texts, logprobs, alternatives)
+        return completion_logprobs(texts, logprobs, offset, alternatives)
+
+
+class StreamWriter(AnswerWriter):
+    """Formats the answers to one request as server-sent events."""
+
+    def __init__(self, generation: Generation, renderer: Renderer, texts: Callable[[int], str], model: str) -> None:
+        super().__init__(generation, renderer, texts, model)
+        if generation.chat:
+            self.head["object"] = "chat.completion.chunk"
+        start = json.dumps(self.head)[:-1]
+        end = ',"usage":null}\n\n' if generation.include_usage else "}\n\n"
+        fields = '"delta":{"content":' if generation.chat else '"text":'
+        self._starts = [f'data: {start},"choices":[{{"index":{index},{fields}' for index in range(generation.samples)]
+        self._start, self._end = start, end
+        # Log-probabilities and token ids differ between chunks; without them all but the text is constant.
+        self._plain = not (generation.logprobs or generation.token_ids)
+        close = "}" if generation.chat else ""
+        self._continues = f'{close},"logprobs":null,"finish_reason":null}}]{end}'
+        self._close = close
+        self._streams = [TextStream(renderer.decode, generation.params.stop) for _ in range(generation.samples)]
+        self._offsets = [0] * generation.samples
+
+    def opening(self) -> str:
+        """The chunks that name the role, in a chat."""
+        if not self.generation.chat:
+            return ""
+        delta = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return "".join(
+            f'data: {self._start},"choices":[{{"index":{index},{delta}}}]{self._end}'
+            for index in range(self.generation.samples)
+        )
+
+    def chunk(self, index: int, event: TokenChunk | Completion) -> str:
+        """The chunk of new tokens, or of the end, of one choice; empty if there is nothing to send yet."""
+        if isinstance(event, TokenChunk):
+            self.sampled_tokens += len(event.token_ids)
+            text = self._streams[index].add(event.token_ids)
+            if self._plain:
+                return f"{self._starts[index]}{quoted(text)}{self._continues}" if text else ""
+            return self._detailed(index, text, event.token_ids, event.logprobs)
+        text = self._streams[index].finish()
+        finish = f'{self._close},"logprobs":null,"finish_reason":"{event.finish.value}"}}]{self._end}'
+        return f"{self._starts[index]}{quoted(text)}{finish}"
+
+    def closing(self) -> bytes:
+        if not self.generation.include_usage:
+            return DONE
+        return f'data: {self._start},"choices":[],"usage":{json.dumps(self.usage)}}}\n\n'.encode() + DONE
+
+    def _detailed(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+        values = self.logprobs(token_ids, logprobs, self._offsets[index])
+        self._offsets[index] += len(text)
+        ids = f',"token_ids":{json.dumps(list(token_ids))}' if self.generation.token_ids else ""
+        rest = f'{self._close},"logprobs":{json.dumps(values)},"finish_reason":null{ids}}}]{self._end}'
+        return f"{self._starts[index]}{quoted(text)}{rest}"
 
 
 class GenerationResponse(Response):
@@ -115,31 +272,29 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         service, generation = self.service, self.generation
         with service.admitted(generation.samples):
-            service.metrics.add(names.PROMPT_TOKENS, generation.prompt_tokens)
+            service.metrics.add(PROMPT_TOKENS, generation.prompt_tokens)
             async with until_disconnect(scope, receive):
                 with RunningSamples(service.client, generation.requests()) as samples:
                     await (self._stream if generation.stream else self._whole)(samples, scope, receive, send)
-                service.metrics.observe(names.LATENCY, time.perf_counter() - self.started)
+                service.metrics.observe(LATENCY, time.perf_counter() - self.started)
 
     async def _whole(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
-        service, completions = self.service, dict(enumerate(await samples.completions()))
+        service, completions = self.service, await samples.completions()
         writer = AnswerWriter(self.generation, service.renderer, service.texts, service.model)
         body = writer.body(completions, await self._likely_tokens(completions))
-        service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens)
+        service.metrics.add(SAMPLED_TOKENS, writer.sampled_tokens)
         await Response(body, media_type=JSON)(scope, receive, send)
 
-    async def _likely_tokens(self, completions: dict[int, Completion]) -> dict[int, Any]:
-        """The alternatives to each token of the answers, by choice, from one more pass over prompts and answers."""
+    async def _likely_tokens(self, completions: Sequence[Completion]) -> Sequence[Any]:
+        """The alternatives to each token of the answers, from one more pass over prompts and answers."""
         generation = self.generation
         if not generation.top_logprobs:
-            return {}
-        prompts = [generation.prompts[index // generation.params.n] for index in completions]
-        pairs = zip(prompts, completions.values(), strict=True)
-        sequences = [[*prompt, *completion.token_ids] for prompt, completion in pairs]
+            return [None] * len(completions)
+        prompts = [prompt for prompt in generation.prompts for _ in range(generation.params.n)]
+        pairs = zip(prompts, completions, strict=True)
+        sequences, starts = [[*prompt, *completion.token_ids] for prompt, completion in pairs], [*map(len, prompts)]
         temperature = generation.params.temperature or 1.0
-        starts = [*map(len, prompts)]
-        found = await self.service.call("top_logprobs", sequences, starts, generation.top_logprobs, temperature)
-        return dict(zip(completions, found, strict=True))
+        return await self.service.call("top_logprobs", sequences, starts, generation.top_logprobs, temperature)
 
     async def _stream(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
         service = self.service
@@ -153,7 +308,8 @@ class GenerationResponse(Response):
             except ApiError as error:
                 if not started:
                     raise
-                await send({"type": "http.response.body", "body": error_event(error.body), "more_body": False})
+                last = b"data: " + error.body + b"\n\n" + DONE
+                await send({"type": "http.response.body", "body": last, "more_body": False})
                 return
             for index, event in events:
                 left -= isinstance(event, Completion)
@@ -163,8 +319,8 @@ class GenerationResponse(Response):
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 parts.insert(0, writer.opening())
-                service.metrics.observe(names.FIRST_TOKEN, time.perf_counter() - self.started)
-            service.metrics.add(names.SAMPLED_TOKENS, writer.sampled_tokens - counted)
+                service.metrics.observe(FIRST_TOKEN, time.perf_counter() - self.started)
+            service.metrics.add(SAMPLED_TOKENS, writer.sampled_tokens - counted)
             counted = writer.sampled_tokens
             body = "".join(parts).encode()
             if left and body:

@@ -21,11 +21,10 @@ from starlette.routing import Route
 from assay.config import HttpConfig
 from assay.engine.base import EngineLoad
 from assay.rewards.reward_model_worker import Item, Outputs, RewardModelProcess
-from assay.server import metrics as names
 from assay.server.app import unsupported, with_common_routes
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
 from assay.server.server import make_http_server, nothing
-from assay.server.service import HttpService, json_response
+from assay.server.service import LATENCY, PROMPT_TOKENS, HttpService, json_response
 from assay.system.http_server import serve_until_stopped
 from assay.system.spawn import WorkerDied, exit_reason
 from assay.types import describe_error
@@ -66,12 +65,12 @@ class SequenceBatches:
 
     async def _run(self) -> None:
         while batch := self._take():
-            items = [item for own, _ in batch for item in own]
+            items = [item for request, _ in batch for item in request]
             self._running = len(items)
             try:
                 call = asyncio.to_thread(self._process.call, "classify", items, BATCH_TOKENS, self._max_tokens)
                 results = iter(await call)
-                outcomes: list[Any] = [[next(results) for _ in own] for own, _ in batch]
+                outcomes: list[Any] = [[next(results) for _ in request] for request, _ in batch]
             except Exception as error:
                 self._process.close()  # after an error of CUDA it could not go on
                 outcomes = [failure_of(error) for _ in batch]
@@ -152,8 +151,8 @@ def activated(outputs: Sequence[float], activation: str) -> list[float]:
     if activation == "identity":
         return list(outputs)
     if activation == "sigmoid":
-        return [1 / (1 + math.exp(-one)) if one >= 0 else math.exp(one) / (1 + math.exp(one)) for one in outputs]
-    weights = [math.exp(one - max(outputs)) for one in outputs]
+        return [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in outputs]
+    weights = [math.exp(logit - max(outputs)) for logit in outputs]
     return [weight / sum(weights) for weight in weights]
 
 
@@ -165,8 +164,8 @@ def make_classify_app(service: ClassifyService) -> Any:
         items, use_activation = await service.parse(request, service.parse_body)
         with service.admitted(len(items)):
             answer = service.answer(await service.batches.submit(items), use_activation)
-        service.metrics.add(names.PROMPT_TOKENS, answer["usage"]["prompt_tokens"])
-        service.metrics.observe(names.LATENCY, time.perf_counter() - started)
+        service.metrics.add(PROMPT_TOKENS, answer["usage"]["prompt_tokens"])
+        service.metrics.observe(LATENCY, time.perf_counter() - started)
         return json_response(answer)
 
     message = f"'{service.model}' is a classification model and generates no text: use POST /classify"

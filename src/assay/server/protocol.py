@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,13 +52,10 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param, self.code)
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
 
 
 def shown(value: Any) -> str:
@@ -99,22 +96,17 @@ class Fields:
 
     def integer(self, name: str, default: Any, low: int, high: int) -> Any:
         value = self.values.get(name)
-        if value is None:
-            return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        if value is not None and (type(value) is not int or not low <= value <= high):
             raise ApiError(400, f"'{name}' must be an integer from {low} to {high}, not {shown(value)}", name)
-        return value
+        return default if value is None else value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value = self.values.get(name)
-        if value is None:
-            return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
+        if value is not None and (type(value) not in (int, float) or not low <= value <= high):
             raise ApiError(400, f"'{name}' must be a number from {low:g} to {high:g}, not {shown(value)}", name)
-        return float(value)
+        return default if value is None else float(value)
 
     def check_known(self, known: set[str]) -> None:
         for name in self.values.keys() - known - IGNORED:
@@ -125,12 +117,12 @@ class Fields:
 
 
 def is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def parse_inputs(value: Any, param: str) -> list[str | list[int]]:
     items = value if isinstance(value, list) and not is_token_list(value) else [value]
-    if not items or not all(isinstance(one, str) or is_token_list(one) for one in items):
+    if not items or not all(isinstance(item, str) or is_token_list(item) for item in items):
         raise ApiError(400, f"'{param}' must be a text, a list of token ids, or a list of these", param)
     return items
 
@@ -164,18 +156,9 @@ class Generation:
 class RequestParser:
     """Parses requests for one model."""
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        info: EngineInfo,
-        cfg: HttpConfig,
-        name: str,
-        has_chat: bool,
-        draw_seed: Callable[[], int] | None = None,
-    ) -> None:
-        """`name`: of the model in requests. `draw_seed`: makes the seed of requests without one."""
+    def __init__(self, renderer: Renderer, info: EngineInfo, cfg: HttpConfig, name: str, has_chat: bool) -> None:
+        """`name`: of the model in requests."""
         self.renderer, self.info, self.cfg, self.name, self.has_chat = renderer, info, cfg, name, has_chat
-        self.draw_seed = draw_seed or (lambda: secrets.randbits(63))
         self.plain = copy.copy(renderer)
         self.plain.system = None
 
@@ -213,7 +196,7 @@ class RequestParser:
         prompts = parse_inputs(value, "prompt")
         if len(prompts) > self.cfg.max_samples:
             raise ApiError(400, f"more than {self.cfg.max_samples} prompts: send fewer per request", "prompt")
-        return [self.renderer.text_ids(one) if isinstance(one, str) else one for one in prompts]
+        return [self.renderer.text_ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _chat_ids(self, messages: list[Message]) -> list[int]:
         # The system message of the settings is a default.
@@ -252,7 +235,7 @@ class RequestParser:
             token_ids=fields.get("return_token_ids", bool, False),
         )
         if generation.seed is None:
-            generation.seed = self.draw_seed()
+            generation.seed = secrets.randbits(63)
         if generation.samples > self.cfg.max_samples:
             message = f"{generation.samples} answers are more than {self.cfg.max_samples} per request: lower 'n'"
             raise ApiError(400, message, "n")
@@ -317,7 +300,7 @@ def parse_stops(value: Any) -> tuple[str, ...]:
 
 def parse_stop_tokens(fields: Fields, vocabulary: int) -> list[int]:
     ids = fields.get("stop_token_ids", list, [])
-    if len(ids) > MAX_STOP_TOKENS or not all(type(one) is int and 0 <= one < vocabulary for one in ids):
+    if len(ids) > MAX_STOP_TOKENS or not all(type(token) is int and 0 <= token < vocabulary for token in ids):
         message = f"'stop_token_ids' must be a list of at most {MAX_STOP_TOKENS} token ids below {vocabulary}"
         raise ApiError(400, message, "stop_token_ids")
     return ids

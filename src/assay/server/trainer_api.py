@@ -1,49 +1,54 @@
-"""Endpoints for our trainer: generation with exact numbers, scores, weight updates and fingerprints.
+"""Endpoints for our trainer: generation with exact numbers, scores, weight updates and fingerprints; and the calls of
+the engine that are not requests.
 
 All but scores are enabled by `http.allow_updates`, because they change what is served.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from torch import Tensor
 
-from assay.engine.base import Event, Failed, Finished, Request, TokenChunk
+from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk
+from assay.engine.remote.server_side import shared_buffer, weights_of_buffer, weights_of_folder
 from assay.engine.remote.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
-from assay.server import metrics as names
 from assay.server.protocol import ApiError, Fields
-from assay.server.service import RunningSamples, Service, json_response, until_disconnect
-from assay.types import Completion, UserError
+from assay.server.service import PROMPT_TOKENS, SAMPLED_TOKENS, RunningSamples, Service, json_response, until_disconnect
+from assay.types import Completion, UserError, describe_error
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 Batch = list[Any]  # its name, the index of the request, the number of requests
 NDJSON = b"application/x-ndjson"
 MAX_VERSION = 1 << 53
-ACTIONS = ("sleep", "wake", "reset_prefix_cache")
+CALLS = 4  # threads for calls of the engine that wait
+CHUNK_S = 60.0  # seconds after which an update without further weights is given up
 
 
 def parse_request(tree: Mapping[str, Any]) -> tuple[Request, Batch | None]:
     """A request, and the batch of requests that it belongs to."""
     batch = Fields(tree).get("batch", list)
-    if batch is not None and ([type(one) for one in batch] != [str, int, int] or not 0 <= batch[1] < batch[2]):
+    if batch is not None and ([*map(type, batch)] != [str, int, int] or not 0 <= batch[1] < batch[2]):
         raise ApiError(400, "'batch' must be a name, an index and a larger number of requests", "batch")
-    try:
-        return request_from_json(tree), batch
-    except WireError as error:
-        raise ApiError(400, str(error)) from None
+    return request_from_json(tree), batch
 
 
 def parse_scored(tree: Mapping[str, Any]) -> tuple[list[list[int]], float]:
-    sequences = Fields(tree).get("sequences", list, [])
-    try:
-        return [unpack(one, IDS) for one in sequences], Fields(tree).number("temperature", 1.0, 0.0, 100.0)
-    except WireError as error:
-        raise ApiError(400, str(error)) from None
+    fields = Fields(tree)
+    sequences = [unpack(sequence, IDS) for sequence in fields.get("sequences", list, [])]
+    return sequences, fields.number("temperature", 1.0, 0.0, 100.0)
 
 
 def parse_weights(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -66,7 +71,7 @@ class EventStream(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         service, samples = self.service, max(self.request.params.n, 1)
         with service.admitted(samples):
-            service.metrics.add(names.PROMPT_TOKENS, len(self.request.prompt_ids))
+            service.metrics.add(PROMPT_TOKENS, len(self.request.prompt_ids))
             async with until_disconnect(scope, receive):
                 if self.batch is not None and not service.cfg.frontends:
                     await service.batches.join(*self.batch)
@@ -79,11 +84,11 @@ class EventStream(Response):
         events: list[Event]
         while left:
             try:
-                new = await running.events()
-                events = [one if isinstance(one, TokenChunk) else Finished(0, sample, one) for sample, one in new]
-                finished = [one for _, one in new if isinstance(one, Completion)]
+                arrived = await running.events()
+                events = [new if isinstance(new, TokenChunk) else Finished(0, sample, new) for sample, new in arrived]
+                finished = [new for _, new in arrived if isinstance(new, Completion)]
                 left -= len(finished)
-                self.service.metrics.add(names.SAMPLED_TOKENS, sum(len(one.token_ids) for one in finished))
+                self.service.metrics.add(SAMPLED_TOKENS, sum(len(completion.token_ids) for completion in finished))
             except ApiError as error:
                 events, left = [Failed(0, error.message)], 0
             body = "".join(f"{json.dumps(event_to_json(event))}\n" for event in events).encode()
@@ -97,26 +102,32 @@ def trainer_routes(service: Service) -> list[Route]:
         except UserError as error:
             raise ApiError(400, str(error)) from None
 
-    def guarded(endpoint: Endpoint) -> Endpoint:
+    async def parsed(request: HttpRequest, parse: Callable[[Mapping[str, Any]], Any]) -> Any:
+        try:
+            return await service.parse(request, parse)
+        except WireError as error:
+            raise ApiError(400, str(error)) from None
+
+    def guarded(name: str, endpoint: Endpoint, method: str = "POST") -> Route:
         async def checked(request: HttpRequest) -> Response:
             if not service.cfg.allow_updates:
                 raise ApiError(403, "weight updates are disabled: start the server with --allow-updates")
             return await endpoint(request)
 
-        return checked
+        return Route(f"/engine/{name}", checked, methods=[method])
 
     async def info(request: HttpRequest) -> Response:
         return json_response({**await call("info"), "model": service.model})
 
     async def generate(request: HttpRequest) -> Response:
-        return EventStream(service, *await service.parse(request, parse_request))
+        return EventStream(service, *await parsed(request, parse_request))
 
     async def score(request: HttpRequest) -> Response:
-        sequences, temperature = await service.parse(request, parse_scored)
-        return json_response({"scores": [pack(one, FLOATS) for one in await call("score", sequences, temperature)]})
+        scores = await call("score", *await parsed(request, parse_scored))
+        return json_response({"scores": [pack(values, FLOATS) for values in scores]})
 
     async def weights(request: HttpRequest) -> Response:
-        source, version = await service.parse(request, parse_weights)
+        source, version = await parsed(request, parse_weights)
         await call("update_weights", source, version)
         return json_response({"version": version})
 
@@ -135,11 +146,123 @@ def trainer_routes(service: Service) -> list[Route]:
         return run
 
     return [
-        Route("/engine/info", guarded(info)),
-        Route("/engine/generate", guarded(generate), methods=["POST"]),
         Route("/engine/score", score, methods=["POST"]),
-        Route("/engine/weights", guarded(weights), methods=["POST"]),
-        Route("/engine/fingerprint", guarded(fingerprint)),
-        Route("/engine/digests", guarded(digests)),
-        *(Route(f"/engine/{name}", guarded(action(name)), methods=["POST"]) for name in ACTIONS),
+        *(guarded(endpoint.__name__, endpoint) for endpoint in (generate, weights)),
+        *(guarded(endpoint.__name__, endpoint, "GET") for endpoint in (info, fingerprint, digests)),
+        *(guarded(name, action(name)) for name in ("sleep", "wake", "reset_prefix_cache")),
     ]
+
+
+# -- the engine
+
+
+@dataclass
+class FolderWeights:
+    """The weights in the safetensors files of a folder, as a `WeightSource`."""
+
+    folder: str
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import SafetensorError
+
+        try:
+            yield from weights_of_folder(Path(self.folder))
+        except (OSError, ValueError, SafetensorError) as error:  # e.g. a path that is too long
+            raise UserError(f"cannot read the weights in {self.folder[:300]}: {describe_error(error)}") from None
+
+
+class ChunkedUpdate:
+    """A weight update that arrives in chunks of GPU memory of another process, as a `WeightSource`."""
+
+    def __init__(self, engine: Engine, version: int) -> None:
+        self.version, self._device = version, engine.info.device
+        self._chunks: queue.SimpleQueue[tuple[dict[str, Any], Future[None]] | None] = queue.SimpleQueue()
+        self._done: Future[None] = Future()
+        threading.Thread(target=self._run, args=(engine,), name="weight-update", daemon=True).start()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        while (item := self._next()) is not None:
+            chunk, copied = item
+            yield from weights_of_buffer(shared_buffer(chunk["handle"], self._device), chunk)
+            torch.cuda.synchronize(self._device)
+            copied.set_result(None)
+
+    def load(self, chunk: dict[str, Any]) -> None:
+        """Returns when the engine has copied these weights, so that the sender can use the memory again."""
+        copied: Future[None] = Future()
+        self._chunks.put((chunk, copied))
+        wait([copied, self._done], return_when=FIRST_COMPLETED)
+        if not copied.done():
+            self._done.result()
+            raise UserError("the weight update ended before all weights were copied")
+
+    def finish(self) -> None:
+        self._chunks.put(None)
+        self._done.result()
+
+    def _next(self) -> tuple[dict[str, Any], Future[None]] | None:
+        try:
+            return self._chunks.get(timeout=CHUNK_S)
+        except queue.Empty:
+            raise UserError(f"no further weights arrived for {CHUNK_S:g} s: has the trainer ended?") from None
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            engine.update_weights(self, self.version)
+            self._done.set_result(None)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            known = error if isinstance(error, UserError) else UserError(f"damaged weights: {describe_error(error)}")
+            self._done.set_exception(known)
+        except BaseException as error:
+            self._done.set_exception(error)
+
+
+class EngineControl:
+    """Calls of the engine that are not requests. Those that wait for a step boundary run in threads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._chunked: ChunkedUpdate | None = None
+        self._updating = threading.Lock()
+        self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="engine-call")
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """Call a method of this object, or else of the engine."""
+        if name == "load":  # these do not wait for the engine
+            return self.engine.load
+        if name == "version":
+            return self.engine.info.version
+        if name == "info":
+            return self.info()
+        method = self.update_weights if name == "update_weights" else getattr(self.engine, name)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, method, *args)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def info(self) -> dict[str, Any]:
+        info = self.engine.info
+        capabilities = asdict(info.capabilities) | {"handles": False}
+        sizes = {"max_length": info.max_length, "max_batch": info.max_batch, "vocab_size": info.vocab_size}
+        dtype = str(info.dtype).removeprefix("torch.")
+        gpu = str(torch.cuda.get_device_properties(info.device).uuid) if info.device.type == "cuda" else ""
+        return {"version": info.version, **sizes, "dtype": dtype, "gpu": gpu, "capabilities": capabilities}
+
+    def update_weights(self, source: dict[str, Any], version: int) -> None:
+        """`source`: a folder, or one chunk of weights in GPU memory; without either, the chunks are complete."""
+        with self._updating:
+            if source["transport"] == "folder":
+                self.engine.update_weights(FolderWeights(source["path"]), version)
+                return
+            if self.engine.info.device.type != "cuda":
+                raise UserError("the server's engine is not on a GPU: use the transport 'folder'")
+            update = self._chunked
+            if update is None or update.version != version:
+                update = self._chunked = ChunkedUpdate(self.engine, version)
+            try:
+                update.finish() if source["chunk"] is None else update.load(source["chunk"])
+            except BaseException:
+                self._chunked = None
+                raise
+            if source["chunk"] is None:
+                self._chunked = None

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from inspect import isawaitable, iscoroutinefunction
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 # asyncio is imported in functions, when the first awaitable is there: most worker processes need no event loop.
 
@@ -69,11 +71,12 @@ _lock = threading.Lock()
 
 def submit(work: Awaitable[Any]) -> Future[Any]:
     """Start to await something in the event loop of users' code. Cancelling the future cancels the work."""
-    return _loop_thread().submit(_wait(work))
+    return _loop_thread().submit(value_of(work))
 
 
-async def _wait(work: Awaitable[Any]) -> Any:
-    return await work
+async def value_of(value: Any) -> Any:
+    """A value; if it is awaitable, its result, which is awaited in the event loop of the caller."""
+    return await value if isawaitable(value) else value
 
 
 def resolve(value: Any) -> Any:
@@ -82,10 +85,10 @@ def resolve(value: Any) -> Any:
         return value
     thread = _loop_thread()
     if threading.current_thread() is not thread.thread:
-        return thread.call(_wait(value))
+        return thread.call(value_of(value))
     another = LoopThread()  # an async function has called a plain one
     try:
-        return another.call(_wait(value))
+        return another.call(value_of(value))
     finally:
         another.stop()
 
@@ -113,13 +116,10 @@ def together(values: Sequence[Any]) -> Any:
     if not any(map(isawaitable, values)):
         return list(values)
 
-    async def wait(value: Any) -> Any:
-        return await value if isawaitable(value) else value
-
     async def gather() -> list[Any]:
         import asyncio
 
-        return await asyncio.gather(*map(wait, values))
+        return await asyncio.gather(*map(value_of, values))
 
     return gather()
 
@@ -153,7 +153,7 @@ def attempt(
             raise
         except errors as error:
             outcome = on_error(error)
-        return await outcome if isawaitable(outcome) else outcome
+        return await value_of(outcome)
 
     return wait()
 

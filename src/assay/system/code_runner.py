@@ -144,11 +144,9 @@ def main() -> None:
     readable, listable = isolation.standard_library()
     sys.path[:] = [listable[0], *(folder for folder in sys.path if os.path.basename(folder) == "lib-dynload")]
     sys.dont_write_bytecode = True
-    missing = []
-    try:
+    missing: list[str] = []
+    with isolation.refusal_noted(missing, "limits on reading files"):
         isolation.restrict_files(readable, listable=listable)
-    except OSError as error:
-        missing.append(f"limits on reading files ({error.strerror or error})")
     confinement = _Confinement(landlock=not missing)
     if confinement.rules is None:
         missing.append("a filter of system calls")

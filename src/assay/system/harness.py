@@ -127,23 +127,16 @@ def difference(value: Any, expected: Any, path: str = "") -> str:
 
     Types must be equal, but tuples count as lists, and an int counts as a float. Floats may differ by a relative 1e-6.
     """
-    where = f" at {path}" if path else ""
-    if isinstance(expected, list):
-        if not isinstance(value, list | tuple):
-            return f"{shown(value)} instead of {shown(expected)}{where}"
-        if len(value) != len(expected):
-            return f"{shown(value)} instead of {shown(expected)}{where}"
+    if isinstance(expected, list) and isinstance(value, list | tuple) and len(value) == len(expected):
         pairs = zip(value, expected, strict=True)
         return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(pairs))), "")
-    if isinstance(expected, dict):
-        if not isinstance(value, dict) or set(value) != set(expected):
-            return f"{shown(value)} instead of {shown(expected)}{where}"
+    if isinstance(expected, dict) and isinstance(value, dict) and set(value) == set(expected):
         return next(filter(None, (difference(value[key], expected[key], f"{path}[{key!r}]") for key in expected)), "")
     if isinstance(expected, float) and type(value) in (int, float):
         same = math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9) or (value != value and expected != expected)
     else:
         same = type(value) is type(expected) and value == expected
-    return "" if same else f"{shown(value)} instead of {shown(expected)}{where}"
+    return "" if same else f"{shown(value)} instead of {shown(expected)}{f' at {path}' if path else ''}"
 
 
 def shown(value: Any, limit: int = 80) -> str:
@@ -254,7 +247,7 @@ class RemoteObject:
         self._connection, self._number, self._type_name = connection, number, type_name
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._connection.call(self._number, arguments, named)
+        return self._connection.ask("call", self._number, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -303,17 +296,14 @@ class ProgramConnection:
             raise ProgramLost("the program sent an invalid message")
         return {name: values[name] for name in names if name in values}
 
-    def ask(self, kind: str, number: int, arguments: Sequence[Any]) -> Any:
-        sent = [PlainEncoder(_own_number).encode(argument) for argument in arguments]
-        return self._exchange({"kind": kind, "object": number, "arguments": sent})[0]
-
-    def call(self, number: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def ask(self, kind: str, number: int, arguments: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
+        """Ask about an object of the program, or call it. Arguments that a call has changed are changed here, too."""
         encoder = PlainEncoder(_own_number)
         request = {
-            "kind": "call",
+            "kind": kind,
             "object": number,
             "arguments": [encoder.encode(argument) for argument in arguments],
-            "named": {name: encoder.encode(value) for name, value in named.items()},
+            "named": {name: encoder.encode(value) for name, value in (named or {}).items()},
         }
         value, changed = self._exchange(request)
         for index, argument in enumerate(arguments):
@@ -367,10 +357,8 @@ def _replace(argument: Any, changed: Any) -> None:
         argument.update(changed)
 
 
-_SILENT = (
-    StopIteration,
-    StopAsyncIteration,
-)  # would end a loop of a test, such as all(map(f, values)), as if it passed
+# They would end a loop of a test, such as all(map(f, values)), as if it passed.
+_SILENT = (StopIteration, StopAsyncIteration)
 
 
 def _exception(name: str, error: str) -> Exception:
@@ -398,9 +386,9 @@ class TestSession:
         """Raises SyntaxError or another exception if a test is invalid."""
         self._setup = compile(tests["setup"], "<setup>", "exec", dont_inherit=True)
         self._tests = [_compiled(test) for test in tests["tests"]]
-        sources = [tests["setup"], *(_source(test) for test in tests["tests"])]
+        calls = [test if isinstance(test, str) else test["call"].strip() for test in tests["tests"]]
         self._required = list(tests["names"] or ())
-        self._names = list(dict.fromkeys([*self._required, *_free_names(sources)]))
+        self._names = list(dict.fromkeys([*self._required, *_free_names([tests["setup"], *calls])]))
         self._namespace: dict[str, Any] = {"__name__": "tests"}
 
     def run(self, connection: ProgramConnection) -> dict[str, Any]:
@@ -473,10 +461,6 @@ def _caught(check: Callable[[], str | None]) -> str:
         return describe_error(error).removeprefix("ProgramRaised: ")
     except SystemExit:
         return "the test called sys.exit"
-
-
-def _source(test: str | Mapping[str, Any]) -> str:
-    return test if isinstance(test, str) else test["call"].strip()
 
 
 def _free_names(sources: Sequence[str]) -> list[str]:

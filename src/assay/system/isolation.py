@@ -13,8 +13,8 @@ import re
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,15 @@ def checked(result: int, name: str) -> int:
     return result
 
 
+@contextmanager
+def refusal_noted(missing: list[str], protection: str) -> Iterator[None]:
+    """Add the protection to a list if the system refuses it."""
+    try:
+        yield
+    except OSError as error:
+        missing.append(f"{protection} ({error.strerror or error})")
+
+
 def prctl(option: int, value: int) -> None:
     checked(libc().prctl(option, *(ctypes.c_ulong(argument) for argument in (value, 0, 0, 0))), "prctl")
 
@@ -56,10 +65,6 @@ def adopt_orphans() -> None:
     """Make descendants whose parent ends children of this process."""
     with suppress(OSError):
         prctl(_SET_SUBREAPER, 1)
-
-
-def no_new_privileges() -> None:
-    prctl(_SET_NO_NEW_PRIVS, 1)
 
 
 def enter_namespaces(network: bool) -> None:
@@ -110,7 +115,7 @@ def restrict_files(
         for rights, paths in ((_READ_FILE, readable), (_READ_FILE | _WRITE_FILE, writable), (_READ_DIR, listable)):
             for path in paths:
                 _allow(ruleset, path, rights)
-        no_new_privileges()
+        prctl(_SET_NO_NEW_PRIVS, 1)
         checked(libc().syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     finally:
         os.close(ruleset)
@@ -278,11 +283,6 @@ def _own_process_only(own: int, read_only: bool) -> list[bytes]:
     return rules
 
 
-def refuse(*names: str) -> None:
-    """Refuse only these system calls."""
-    install_filter(_refusals(names))
-
-
 def _machine() -> tuple[int, int]:
     machine = platform.machine()
     if machine not in _MACHINES:
@@ -326,5 +326,5 @@ def install_filter(rules: list[bytes]) -> None:
     program = b"".join([*prologue, *rules, _step(_RETURN, _ALLOW)])
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    no_new_privileges()
+    prctl(_SET_NO_NEW_PRIVS, 1)
     checked(libc().prctl(_SET_SECCOMP, ctypes.c_ulong(_FILTER), header, 0, 0), "seccomp")

@@ -35,9 +35,8 @@ MAX_RETRY_AFTER_S = 600.0  # an endpoint that asks for a longer pause is not wai
 RETRIED = (408, 425, 429)  # and all from 500 on
 REFUSED = (401, 403, 404)  # every other request would get the same answer
 NO_CREDIT = "insufficient_quota"  # error code of status 429 where waiting does not help
-MAX_BYTES = (
-    64 << 20
-)  # of an answer: 16,000 tokens with 20 alternatives each, as the OpenAI API describes them, are 40 MB
+# Of an answer: 16,000 tokens with 20 alternatives each, as the OpenAI API describes them, are 40 MB.
+MAX_BYTES = 64 << 20
 STREAM_LIMITS = 30  # a stream may take this many times the time limit of its next line
 
 
@@ -108,9 +107,6 @@ class Endpoint:
         self._refusal: EndpointError | None = None
         self.loop = LoopThread()
 
-    def __repr__(self) -> str:
-        return f"Endpoint({self.url!r})"
-
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request; the JSON object of the answer. Raises an `EndpointError`."""
 
@@ -168,7 +164,8 @@ class Endpoint:
         for number in range(1, self.attempts + 1):
             try:
                 async with self._slots:
-                    await self._wait_for_pause()
+                    while (left := self._resume_at - time.monotonic()) > 0:
+                        await asyncio.sleep(left + random.uniform(0.0, 0.1))
                     if self._refusal is not None:
                         raise EndpointError(str(self._refusal), status=self._refusal.status, refused=True)
                     return await self._attempt(path, attempt)
@@ -179,17 +176,14 @@ class Endpoint:
                     self._refusal = failure
                 raise
             if number == self.attempts or not may_repeat():
-                raise self._given_up(error, number)
+                tried = f" ({number} attempts)" if number > 1 else ""
+                raise EndpointError(f"{error}{tried}", status=error.status, timed_out=error.timed_out)
             self.usage.retries += 1
             if pause_s:  # all requests have to wait
                 self._resume_at = max(self._resume_at, time.monotonic() + pause_s)
             wait_s = min(FIRST_WAIT_S * 2 ** (number - 1), MAX_WAIT_S)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable: the last attempt returns or raises")
-
-    async def _wait_for_pause(self) -> None:
-        while (left := self._resume_at - time.monotonic()) > 0:
-            await asyncio.sleep(left + random.uniform(0.0, 0.1))
 
     async def _attempt(self, path: str, attempt: Callable[[], Awaitable[T]]) -> T:
         import httpx
@@ -205,10 +199,6 @@ class Endpoint:
             cause = self._without_key(describe_error(error))
             text = f"{self.url} is not reachable ({cause}): is it running, and is {self.section}.url right?"
             raise Retry(EndpointError(text)) from None
-
-    def _given_up(self, error: EndpointError, attempts: int) -> EndpointError:
-        tried = f" ({attempts} attempts)" if attempts > 1 else ""
-        return EndpointError(f"{error}{tried}", status=error.status, timed_out=error.timed_out)
 
     def _check(self, path: str, answer: Answer) -> None:
         """Raise an error that says what to do, or `Retry`, unless the answer has status 200."""

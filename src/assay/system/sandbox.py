@@ -23,6 +23,7 @@ from inspect import isawaitable
 from typing import Any, Literal
 
 from assay.system import isolation
+from assay.system.awaiting import value_of
 from assay.system.pipe_messages import encode_json, receive, send_bytes, send_json
 from assay.system.spawn import fork_under_supervisor, ignore_stop_signals, take_pipes
 from assay.types import UserError, describe_error
@@ -137,17 +138,12 @@ def confine(level: Level, user_code: bool) -> list[str]:
     isolation.limit("RLIMIT_NPROC", isolation.tasks_on_system() + MAX_NEW_TASKS[level])
     if level == "basic":
         return []
-    missing, landlock = [], True
+    missing: list[str] = []
     sys.dont_write_bytecode = True
-    try:
+    with isolation.refusal_noted(missing, "limits on reading files"):
         isolation.restrict_files(isolation.import_folders(user_code))
-    except OSError as error:
-        landlock = False
-        missing.append(f"limits on reading files ({error.strerror or error})")
-    try:
-        isolation.filter_system_calls(read_only=not landlock)
-    except OSError as error:
-        missing.append(f"a filter of system calls ({error.strerror or error})")
+    with isolation.refusal_noted(missing, "a filter of system calls"):
+        isolation.filter_system_calls(read_only=bool(missing))
     return missing
 
 
@@ -171,7 +167,7 @@ def _answers(
         limit = asyncio.timeout(settings.timeout_s)
         try:
             async with limit:
-                value = await _awaited(function(*item))
+                value = await value_of(function(*item))
         except BaseException as error:
             return encode_json({"kind": "timeout", "index": index}) if limit.expired() else _failed(index, error)
         return _answer(index, lambda: value)
@@ -195,11 +191,7 @@ def _failed(index: int, error: BaseException) -> bytes:
 
 def _finished(function: Callable[..., Any], item: Sequence[Any]) -> Any:
     result = function(*item)
-    return _event_loop().run_until_complete(_awaited(result)) if isawaitable(result) else result
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if isawaitable(value) else value
+    return _event_loop().run_until_complete(value_of(result)) if isawaitable(result) else result
 
 
 @cache

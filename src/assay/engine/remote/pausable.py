@@ -7,6 +7,7 @@ load weights.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,9 @@ class PausableEngine(RemoteEngine):
     path: ClassVar[str]  # of requests for samples
     pause: ClassVar[tuple[str, Any]]  # path and body of the request: running requests return what they have
     resume: ClassVar[tuple[str, Any]]
+    length_fields: ClassVar[tuple[str, str]]  # of a request: the largest and the smallest number of new tokens
+    lowest_temperature: ClassVar[float]  # above 0 that servers apply as it is
+    forbidden_bias: ClassVar[float]  # added to the logits of forbidden tokens
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     pauses = True
     weights_dropped = False  # by a sleep
@@ -152,6 +156,33 @@ class PausableEngine(RemoteEngine):
             ) from None
 
     # -- requests
+
+    def _sampling(self, job: Job, drawn: Sequence[int]) -> dict[str, Any]:
+        """The sampling parameters that all servers have. Those that are off are given too: otherwise defaults apply."""
+        params = job.request.params
+        if 0 < params.temperature < self.lowest_temperature:
+            raise UserError(
+                f"{self.kind} has no temperatures between 0 and {self.lowest_temperature}: {params.temperature:g}"
+            )
+        limit = job.limit - len(drawn)
+        lengths = limit, min(limit, max(0, params.min_new_tokens - len(drawn)))
+        fields: dict[str, Any] = dict(zip(self.length_fields, lengths, strict=True))
+        fields |= {"temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p}
+        fields |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        fields |= {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+        if params.forbidden_token_ids:
+            fields["logit_bias"] = {str(token): self.forbidden_bias for token in params.forbidden_token_ids}
+        return fields
+
+    @abstractmethod
+    async def _prompt_scores(self, server: Server, ids: list[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, at temperature 1."""
+
+    async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        if temperature != 1.0:
+            raise UserError(f"{self.kind} scores given tokens at temperature 1 only")
+        lists = [[int(token) for token in sequence] for sequence in sequences]
+        return await asyncio.gather(*(self._prompt_scores(server, ids) for ids in lists))
 
     async def _sample(self, batch: SampleBatch) -> None:
         """A sample that a weight update interrupts is continued with the new weights."""
