@@ -17,13 +17,14 @@ from assay.rewards import JudgePanel, JudgePool, MathJudge
 from assay.rewards.model_judge import ModelJudge
 from assay.rewards.reward_model import (
     RewardModelJudge,
+    RewardModelProcess,
+    RewardModelWorker,
     local_identity,
     make_model_judge,
     outputs_in,
     reward_of,
     score_of,
 )
-from assay.rewards.reward_model_worker import RewardModelProcess, RewardModelWorker
 from assay.system.spawn import WorkerDied
 from assay.types import Prompt, Status, UserError
 

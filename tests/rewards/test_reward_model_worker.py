@@ -9,7 +9,7 @@ import pytest
 import torch
 from reward_model_parts import TEMPLATE, WORDS, ids_of, save_classifier, save_tokenizer, transformers_logits
 
-from assay.rewards.reward_model_worker import RewardModelWorker
+from assay.rewards.reward_model import RewardModelWorker
 from assay.types import UserError
 
 ANSWERS = ["four", "five", "very very nice four", "bad", "the answer is very very very very good"]

@@ -18,8 +18,7 @@ from reward_model_parts import ids_of, save_classifier, transformers_logits
 from serve_parts import RunningServer, command
 
 from assay.config import HttpConfig, JudgeConfig
-from assay.rewards.reward_model import RewardModelJudge
-from assay.rewards.reward_model_worker import RewardModelProcess, activation_of
+from assay.rewards.reward_model import RewardModelJudge, RewardModelProcess, activation_of
 from assay.server.classify import ClassifyService, SequenceBatches, activated, make_classify_app
 from assay.system.spawn import WorkerDied
 from assay.types import Prompt, Status
@@ -251,7 +250,7 @@ def test_a_judge_that_repeats_requests_survives_a_killed_process(
 ) -> None:
     pid, url = running
     processes = table()
-    (model,) = [child for child in descendants(pid) if "reward_model_worker" in processes[child][2]]
+    (model,) = [child for child in descendants(pid) if "assay.rewards.reward_model" in processes[child][2]]
     os.kill(model, signal.SIGKILL)
     with judge_of(url) as judge:
         first, *_ = judged(judge)

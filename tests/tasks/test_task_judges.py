@@ -10,7 +10,7 @@ from stub_endpoint import stub_endpoint
 
 from assay.config import JudgeConfig, RewardConfig
 from assay.tasks import make_task
-from assay.tasks.judging import build_judge, build_judge_pool
+from assay.tasks.registry import build_judge, build_judge_pool
 from assay.types import UserError
 
 TASK = make_task("abacus")
