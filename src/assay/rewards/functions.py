@@ -44,12 +44,6 @@ def split_path(path: str) -> tuple[str, str]:
     return module, name
 
 
-def absolute_path(path: str) -> str:
-    """Return the path in a form that is valid in every working directory."""
-    split_path(path)
-    return normalized(path)
-
-
 def normalized(path: str) -> str:
     """Return one form for all spellings of a file's path; text that names no object is returned unchanged."""
     module, colon, name = path.rpartition(":")
@@ -153,8 +147,9 @@ class FunctionJudge:
     path: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", absolute_path(self.path))
-        self.prepare()  # reports a wrong path or signature now, not once per completion
+        split_path(self.path)  # reports a wrong path now
+        object.__setattr__(self, "path", normalized(self.path))  # valid in every working directory
+        self.prepare()  # reports a wrong signature now, not once per completion
 
     def prepare(self) -> None:
         _function(self.path)
@@ -180,7 +175,9 @@ class FunctionJudge:
 
         def call() -> Any:
             if signature.convention == "verl":
-                return then(function(**_verl_arguments(signature, completion, answer, fields)), _verl_verdict)
+                values = {"data_source": "", "extra_info": dict(fields), **fields}
+                chosen = signature.chosen({**values, "solution_str": completion, "ground_truth": answer})
+                return then(function(**chosen), _verl_verdict)
             chosen = signature.chosen(fields, excluded=("completion", "answer"))
             return then(function(completion, answer, **chosen), as_verdict)
 
@@ -250,11 +247,6 @@ def _verdict_or_error(reward: Any) -> Verdict:
     if reward is None:
         return Verdict(0.0, Status.ERROR, detail=NOT_APPLICABLE)
     return attempt(lambda: as_verdict(reward), _error_verdict, Exception)
-
-
-def _verl_arguments(signature: Signature, completion: str, answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    values = {"data_source": "", "extra_info": dict(fields), **fields}
-    return signature.chosen({**values, "solution_str": completion, "ground_truth": answer})
 
 
 def _verl_verdict(result: Any) -> Verdict:

@@ -387,12 +387,15 @@ class RewardModelWorker:
     def _compute(self, sequences: Sequence[Sequence[int]]) -> list[Outputs]:
         """The logits of a batch; halved if it does not fit into memory."""
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
         try:
             with torch.inference_mode():
-                ids, mask = padded(sequences, self.model.config.get_text_config().pad_token_id or 0)
-                device = self.model.device
-                logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+                pad_id = self.model.config.get_text_config().pad_token_id or 0
+                rows = [torch.tensor(sequence, device=self.model.device) for sequence in sequences]
+                ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
+                mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+                logits = self.model(input_ids=ids, attention_mask=mask).logits
                 return logits.float().cpu().tolist()
         except torch.OutOfMemoryError:
             if len(sequences) == 1:
@@ -418,19 +421,6 @@ def load_tokenizer(path: str) -> Any:
         except (OSError, ValueError):  # a hub id without tokenizer.json
             pass
     return AutoTokenizer.from_pretrained(path)
-
-
-def padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Any, Any]:
-    """Token ids, filled up on the right, and a mask of the tokens that are not filled up."""
-    import torch
-
-    longest = max(map(len, sequences))
-    ids = torch.full((len(sequences), longest), pad_id)
-    mask = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(list(sequence))
-        mask[row, : len(sequence)] = 1
-    return ids, mask
 
 
 def main() -> None:
