@@ -289,13 +289,6 @@ def test_the_verifier_decides_the_status_and_the_model_adds_to_the_reward() -> N
     assert failed.reward == 0.0  # which no rollout is trained with
 
 
-def test_the_model_decides_the_status_if_it_comes_first() -> None:
-    texts = ["nice #### 4", "rude #### 4"]
-    nice, rude = judged(texts, lambda model: JudgePanel(model, 1.0, verifiers(), RewardMix(model, correct=10.0)))
-    assert (nice.reward, rude.reward) == (1 + 10, 1 + 2.5)
-    assert (nice.status, rude.status, nice.parsed) == (Status.OK, Status.WRONG, "5")
-
-
 class BrokenJudge:
     def __call__(self, completion: str, answer: str, fields: Any) -> Verdict:
         raise ValueError("boom")

@@ -119,32 +119,24 @@ def write(path, rows):
     return str(path)
 
 
-def test_jsonl_layouts(tmp_path):
+def test_layouts_of_math(tmp_path):
     write(tmp_path / "train.jsonl", TRAIN)
     write(tmp_path / "test.jsonl", TEST)
     task = make_task("math", str(tmp_path), val_size=1)
-    prompts = {p.id: p for split in ("train", "validation", "test") for p in task.prompts(split)}
-    assert prompts["math/train/1"].answer == "\\frac{\\sqrt{8}}{2}"
-    assert prompts["math/train/2"].answer == "\\{-3, 3\\}"
+    prompts = {p.id: p for split in SPLITS for p in task.prompts(split)}
+    assert prompts["math/train/1"].answer == "\\frac{\\sqrt{8}}{2}" and prompts["math/train/2"].answer == "\\{-3, 3\\}"
     assert prompts["math/train/0"].fields == {"level": "Level 1", "subject": "Algebra"}
     seven = prompts["math/test/test/prealgebra/7.json"]
     assert seven.answer == "\\frac{3}{4}" and seven.fields == {"level": 1, "subject": "Prealgebra"}
     assert seven.question.startswith("What is $3/4$?\nPlease reason")
-    assert [check_gold(task, split) for split in ("train", "validation", "test")] == [[], [], []]
-
-
-def test_original_folder_layout(tmp_path):
-    for number, row in enumerate(TRAIN):
-        subject = tmp_path / "train" / row["type"].lower()
-        subject.mkdir(parents=True, exist_ok=True)
-        (subject / f"{number + 8}.json").write_text(json.dumps(row))
-    task = make_task("math", str(tmp_path), val_size=0)
-    assert [prompt.id for prompt in task.prompts("train")] == [
-        "math/train/algebra/8",
-        "math/train/algebra/10",
-        "math/train/algebra/11",
-        "math/train/prealgebra/9",
-    ]
+    assert [check_gold(task, split) for split in SPLITS] == [[], [], []]
+    for number, row in enumerate(TRAIN):  # the original layout
+        file = tmp_path / "original" / "train" / row["type"].lower() / f"{number + 8}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(row))
+    task = make_task("math", str(tmp_path / "original"), val_size=0)
+    names = [prompt.id.removeprefix("math/train/") for prompt in task.prompts("train")]
+    assert names == ["algebra/8", "algebra/10", "algebra/11", "prealgebra/9"]
     assert check_gold(task, "train") == []
     with pytest.raises(UserError, match="has no test split"):
         task.prompts("test")
@@ -159,9 +151,8 @@ def test_original_folder_layout(tmp_path):
     ],
 )
 def test_invalid_math_rows_are_user_errors(tmp_path, row, message):
-    write(tmp_path / "rows.jsonl", [TEST[0], row])
     with pytest.raises(UserError, match=message):
-        make_task("math", str(tmp_path / "rows.jsonl")).prompts("all")
+        make_task("math", write(tmp_path / "rows.jsonl", [TEST[0], row])).prompts("all")
 
 
 def test_instruction_replaces_that_of_prepared_rows(tmp_path):
