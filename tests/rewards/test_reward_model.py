@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def logits(folder: Path) -> list[float]:
-    return [one[0] for one in transformers_logits(folder, [talk(answer) for answer in ANSWERS])]
+    return [outputs[0] for outputs in transformers_logits(folder, [talk(answer) for answer in ANSWERS])]
 
 
 class LocalWorker:

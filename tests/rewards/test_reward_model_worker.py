@@ -46,12 +46,12 @@ def test_batches_have_similar_lengths_and_stay_below_the_limit(tmp_path: Path, m
     worker, sizes = loaded(save_classifier(tmp_path)), list[list[int]]()
 
     def compute(sequences: Any) -> list[list[float]]:
-        sizes.append([len(one) for one in sequences])
+        sizes.append([len(sequence) for sequence in sequences])
         return [[0.0] for _ in sequences]
 
     monkeypatch.setattr(worker, "_compute", compute)
     worker.outputs([talk(answer) for answer in ANSWERS], batch_tokens=30)
-    assert [one for batch in sizes for one in batch] == sorted(one for batch in sizes for one in batch)
+    assert [size for batch in sizes for size in batch] == sorted(size for batch in sizes for size in batch)
     assert all(max(batch) * len(batch) <= 30 for batch in sizes) and len(sizes) < len(ANSWERS)
 
 
@@ -90,7 +90,7 @@ def test_texts_and_token_ids_are_classified_like_conversations(tmp_path: Path) -
     (first, tokens), *others = results
     assert tokens == len(ids) and [count for _, count in others] == [len(ids), len(ids), len(ids) + 1, len(ids) + 1, 0]
     assert others[0][0] == others[1][0] == pytest.approx(first)
-    assert [one for one, _ in others[2:]] == [
+    assert [problem for problem, _ in others[2:]] == [
         *["a token id is outside the vocabulary of 18"] * 2,
         "the input has no tokens",
     ]
@@ -120,4 +120,4 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(tmp_path: Path, monkeyp
     monkeypatch.setattr(worker.model, "forward", limited)
     outputs = worker.outputs([talk(answer) for answer in ANSWERS], 10_000)
     assert outputs[4] == "there is not enough memory for 17 tokens"
-    assert outputs[:4] == [pytest.approx(one, abs=1e-5) for one in expected[:4]]
+    assert outputs[:4] == [pytest.approx(values, abs=1e-5) for values in expected[:4]]

@@ -220,8 +220,8 @@ def test_train_prompts_have_the_exact_proportions_in_every_cycle() -> None:
 
 def test_a_split_with_an_end_is_repeated_in_another_order() -> None:
     prompts = mix(SMALL, COUNTDOWN).prompts("train")
-    own = [prompt.id for prompt in prompts[:64] if prompt.fields[TASK_LABEL] == "abacus"]
-    first, second = own[:24], own[24:48]
+    repeated = [prompt.id for prompt in prompts[:64] if prompt.fields[TASK_LABEL] == "abacus"]
+    first, second = repeated[:24], repeated[24:48]
     assert len(set(first)) == 24 and set(first) == set(second) and first != second
     assert [prompt.id for prompt in prompts[30:40]] == [prompts[index].id for index in range(30, 40)]
     other = mix(SMALL, COUNTDOWN, seed=1).prompts("train")
