@@ -106,6 +106,7 @@ def test_truncation_and_padding_of_tokenizer_json_are_disabled(tmp_path) -> None
         ("notes.txt", b"hello", "is a file"),
         ("no.gguf", None, "no such file"),
         ("broken.gguf", b"not one", "is not a GGUF file"),
+        ("old.gguf", b"GGUF\x01\x00\x00\x00", "GGUF version 1, which is not supported"),
         ("short.gguf", b"GGUF\x03\x00\x00\x00", "is damaged"),
     ],
 )
