@@ -18,7 +18,7 @@ from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.tasks import make_task
-from assay.tasks.judging import build_judge
+from assay.tasks.registry import build_judge
 from assay.text import char_tokenizer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 

@@ -32,35 +32,19 @@ def test_stepwise_rewards_correct_equations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "value"),
+    ("value", "lines"),
     [
-        ("4 + 5 = 9", 1),
-        ("so (4+5)*2 = 18 apples", 1),
-        ("4 + 5 = 9 and 9 + 1 = 11", -1),
-        ("4 + 5 = 9, 9 + 1 = 11", -1),
-        ("first, 4 + 5 = 9", 1),
-        ("1,004 + 5 = 9", 0),  # a comma within a number
-        ("4 + 5 = 8", -1),
-        ("4 + 5 = 9 + 1 = 10", 1),  # only the last equation has a number on its right
-        ("x = 4 + 5 = 9", 1),
-        ("9 = 9", 0),  # no operation
-        ("3/5 x 100 = 60", 0),
-        ("3 / 2 = 1 1/2 hours", 0),
-        ("1 - 3/5 = 2/5 of it", 0),
-        ("3 / 6 = 50%", 0),
-        ("X + 80*2 = 1920", 0),
-        ("2 * 600 = 1,200", 0),
-        ("no equation", 0),
-        ("= = =", 0),
+        (1, ["4 + 5 = 9", "so (4+5)*2 = 18 apples", "first, 4 + 5 = 9", "x = 4 + 5 = 9"]),
+        (1, ["4 + 5 = 9 + 1 = 10"]),  # only the last equation has a number on its right
+        (-1, ["4 + 5 = 9 and 9 + 1 = 11", "4 + 5 = 9, 9 + 1 = 11", "4 + 5 = 8"]),
+        (0, ["1,004 + 5 = 9", "2 * 600 = 1,200"]),  # a comma within a number
+        (0, ["9 = 9", "no equation", "= = ="]),  # no operation
+        (0, ["3/5 x 100 = 60", "3 / 2 = 1 1/2 hours", "1 - 3/5 = 2/5 of it", "3 / 6 = 50%", "X + 80*2 = 1920"]),
+        (0, [part * 500_000 for part in ("1 ", "1+", "(")]),  # in quadratic time this would take more than an hour
     ],
 )
-def test_only_complete_equations_of_a_line_are_checked(line: str, value: int) -> None:
-    assert check_equations(line) == value
-
-
-@pytest.mark.parametrize("part", ["1 ", "1+", "("])
-def test_equations_of_a_long_line_take_linear_time(part: str) -> None:
-    assert check_equations(part * 500_000) == 0  # in quadratic time this would take more than an hour
+def test_only_complete_equations_of_a_line_are_checked(value: int, lines: list[str]) -> None:
+    assert [line[:99] for line in lines if check_equations(line) != value] == []
 
 
 def test_calculator_completes_calls_and_nothing_else() -> None:
@@ -106,7 +90,7 @@ def test_results_in_worked_solutions_are_those_of_the_calculator() -> None:
 
 @pytest.mark.parametrize(("name", "args"), [("calculator", {}), ("stepwise", {"calculator": True})])
 @pytest.mark.parametrize(
-    ("split", "first", "changed"), [("test", 200, 8), pytest.param("train", None, 297, marks=pytest.mark.slow)]
+    ("split", "first", "changed"), [("test", 200, 8), pytest.param("train", 1_500, 54, marks=pytest.mark.slow)]
 )
 def test_gold_policy_solves_gsm8k_with_a_calculator(
     name: str, args: dict[str, Any], split: str, first: int | None, changed: int, gsm8k_folder: Path
@@ -147,29 +131,21 @@ def test_python_tool_evaluates_expressions_with_limits(python_tool: Any) -> None
     assert last[1] == 1.0 and "<result>14</result>" in episodes[0].reply
 
 
-@pytest.mark.parametrize(
-    ("rest", "shown"),
-    [
-        (".", "<result>4</result>"),
-        ("\n\n", "<result>4</result>"),
-        ("<", "result>4</result>"),
-        ("<x", "<result>4</result>"),
-    ],
-)
-def test_token_that_ends_a_python_call_may_hold_more_text(python_tool: Any, rest: str, shown: str) -> None:
+@pytest.mark.parametrize("rest", [".", "\n\n", "<", "<x"])
+def test_token_that_ends_a_python_call_may_hold_more_text(python_tool: Any, rest: str) -> None:
     """Tokenizers have tokens such as >. and ><, as in </python><result>."""
     env = python_tool.copy()
     env.reset(seed=0)
     action = f"so <python>1</python> <python>2+2</python>{rest}"
-    assert env.step(action)[0] == shown
-    assert env.reply == action + shown
+    shown = "result>4</result>" if rest == "<" else "<result>4</result>"
+    assert env.step(action)[0] == shown and env.reply == action + shown
 
 
 def test_python_tool_cannot_be_used_after_close() -> None:
     env: Any = make_env("python", task=make_task("abacus", style="plain"))
     env.reset(seed=0)
-    env.close()
-    env.close()
+    for _ in range(2):
+        env.close()
     with pytest.raises(RuntimeError, match="closed"):
         env.step("<python>1</python>")
 

@@ -66,11 +66,10 @@ def test_invalid_return_values_of_step_are_errors(step: Any, message: str) -> No
 def test_observation_may_be_a_generator_of_messages() -> None:
     class Yielding(ValidEnv):
         def step(self, action: str) -> Any:
-            return (({"role": "tool", "content": word}) for word in "ab"), 0.0, False, False, {}
+            return ({"role": "tool", "content": word} for word in "ab"), 0.0, False, False, {}
 
     observation = safe_step(Yielding(), "")[0]
-    for _ in range(2):
-        assert [message["content"] for message in as_messages(observation, "user")] == ["a", "b"]
+    assert [[message["content"] for message in as_messages(observation, "user")] for _ in range(2)] == [["a", "b"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -102,15 +101,12 @@ def test_copies_have_independent_episodes_and_share_the_rest() -> None:
     assert "answer" in first.step("x")[4] and "verdict" in second.step("x")[4]  # standalone: judged at once
 
 
-def test_run_with_timeout() -> None:
+def test_time_limit_and_warning_after_a_delay(recwarn: pytest.WarningsRecorder) -> None:
     assert run_with_timeout(0, lambda: 1) == run_with_timeout(60.0, lambda: 1) == 1
     with pytest.raises(TimeoutError, match=r"0\.01 s"):
         run_with_timeout(0.01, lambda: time.sleep(0.5))
     with pytest.raises(ZeroDivisionError):
         run_with_timeout(60.0, lambda: 1 / 0)
-
-
-def test_warn_after_a_delay(recwarn: pytest.WarningsRecorder) -> None:
     with warn_after(60.0, "too early"):
         pass
     with warn_after(0.01, "still running"):

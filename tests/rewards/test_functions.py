@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from assay.rewards import FunctionJudge, JudgePool, RewardMix
-from assay.rewards.functions import NOT_APPLICABLE
-from assay.rewards.importing import load_object
+from assay.rewards.functions import NOT_APPLICABLE, load_object
 from assay.types import Prompt, Status, UserError, Verdict
 
 Write = Callable[[str], str]
@@ -36,7 +35,7 @@ def write(tmp_path: Path) -> Write:
         ("return 0", 0.0, Status.WRONG),
         ("return 0.3", 0.3, Status.WRONG),
         ("return -2", -2.0, Status.WRONG),
-        ("return {'reward': 0.5, 'status': 'ok', 'parsed': 7, 'parts': {'style': 0.5}}", 0.5, Status.OK),
+        ("return {'reward': 0.5, 'status': 'ok', 'parsed': 7, 'parts': {'style': 1}}", 0.5, Status.OK),
         ("return Verdict(0.0, Status.NO_ANSWER)", 0.0, Status.NO_ANSWER),
         ("return float(completion == 'c' and answer == 'a' and fields == {'level': 3})", 1.0, Status.OK),
         ("import numpy; return numpy.float32(1)", 1.0, Status.OK),
@@ -46,6 +45,7 @@ def test_return_values_of_reward_functions(write: Write, body: str, reward: floa
     header = "from assay.types import Status, Verdict\ndef reward(completion, answer, **fields): "
     verdict = FunctionJudge(write(header + body))("c", "a", {"level": 3})
     assert (verdict.reward, verdict.status) == (reward, status)
+    assert "parsed" not in body or (verdict.parsed, verdict.parts) == ("7", {"style": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,11 @@ def test_failing_reward_function_gives_an_error_verdict(write: Write, body: str,
     assert word in verdict.detail and "\n" not in verdict.detail
 
 
-def test_dict_with_parts(write: Write) -> None:
-    verdict = FunctionJudge(write("def reward(c, a): return {'reward': 1, 'parsed': 7, 'parts': {'style': 1}}"))(
-        "", "", {}
-    )
-    assert (verdict.parsed, verdict.parts) == ("7", {"style": 1.0})
-
-
-def test_only_named_fields_are_passed(write: Write) -> None:
+def test_only_named_fields_are_passed_and_a_missing_one_is_named(write: Write) -> None:
     judge = FunctionJudge(write("def reward(completion, answer, level=0): return level"))
     assert judge("c", "a", {"level": 1, "subject": "algebra", "answer": "b", "completion": "d"}).reward == 1.0
+    verdict = FunctionJudge(write("def reward(completion, answer, grade): return 1.0"))("c", "a", {"level": 1})
+    assert verdict.status is Status.ERROR and "'grade'" in verdict.detail and "level" in verdict.detail
 
 
 def test_async_functions_local_imports_and_prints_in_workers(write: Write, tmp_path: Path) -> None:
@@ -103,25 +98,24 @@ def test_async_functions_local_imports_and_prints_in_workers(write: Write, tmp_p
         assert [v.reward for v in pool.judge([("x" * n, "", {}) for n in range(5)])] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_async_functions_inside_a_running_event_loop(write: Write) -> None:
-    judge = FunctionJudge(
-        write("""
-        import asyncio
-
-        async def reward(completion, answer):
-            await asyncio.sleep(0.001)
-            return 1 / len(completion)
-    """)
-    )
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("plain", [False, True], ids=["async", "plain function that returns an awaitable"])
+def test_awaitables_are_awaited_also_inside_a_running_event_loop(write: Write, plain: bool, workers: int) -> None:
+    name, rest = "inverse", "def reward(completion, answer): return inverse(completion, answer)"
+    code = f"""
+async def {name if plain else "reward"}(completion, answer):
+    return 1 / len(completion)
+{rest if plain else ""}
+"""
+    judge = FunctionJudge(write(code))
 
     async def cell() -> list[Verdict]:  # of a notebook
-        with JudgePool(judge, workers=0) as pool:
+        with JudgePool(judge, workers) as pool:
             return pool.judge([("c", "a", {}), ("cc", "a", {}), ("", "a", {})])
 
     verdicts = asyncio.run(cell())
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.5, 0.0]
-    assert verdicts[2].status == Status.ERROR and "ZeroDivisionError" in verdicts[2].detail
-    assert "mine.py:6" in verdicts[2].detail
+    assert verdicts[2].status == Status.ERROR and "mine.py:3" in verdicts[2].detail
 
 
 MEETING = """
@@ -182,25 +176,8 @@ def test_time_limit_of_an_async_function_ends_only_its_call(write: Write) -> Non
     assert first[0].parsed == first[3].parsed  # a call that awaits too long does not cost the process
 
 
-def test_awaitable_of_a_plain_function_is_awaited_in_workers(write: Write) -> None:
-    path = write("""
-        async def later(value):
-            return value
-
-        def reward(completion, answer):
-            return later(float(len(completion)))
-    """)
-    for workers in (0, 1):
-        with JudgePool(FunctionJudge(path), workers) as pool:
-            assert [verdict.reward for verdict in pool.judge([("a", "", {}), ("abc", "", {})])] == [1.0, 3.0]
-
-
 GROUP = ["It is 12", "12", "It is 13"]
 TRL = {
-    "strings": """
-        def reward(completions, answer, **kwargs):
-            return [float(c.endswith(a)) for c, a in zip(completions, answer)]
-    """,
     "messages": """
         def reward(prompts, completions, answer, **kwargs):
             return [float(c[0]["content"].endswith(a)) for c, a in zip(completions, answer)]
@@ -230,15 +207,6 @@ def test_function_in_trl_signature_gets_the_whole_group(write: Write, form: str)
         (verdicts,) = pool.judge_groups([(GROUP, prompt.answer, pool.fields(prompt))])
     assert [v.reward for v in verdicts] == [1.0, 1.0, 0.0] and not any(v.detail for v in verdicts)
     assert [v.status for v in verdicts] == [Status.OK, Status.OK, Status.WRONG]
-
-
-def test_trl_function_can_compare_the_answers_of_a_group_in_worker_processes(write: Write) -> None:
-    judge = FunctionJudge(
-        write("def reward(completions, **kwargs): return [completions.count(c) for c in completions]")
-    )
-    with JudgePool(judge, workers=2) as pool:
-        groups = pool.judge_groups([(["a", "b", "a"], "", {}), (["b"], "", {})])
-    assert [[v.reward for v in group] for group in groups] == [[2.0, 1.0, 2.0], [1.0]]
 
 
 def test_own_errors_of_a_trl_function_are_not_hidden_by_the_second_form(write: Write) -> None:
@@ -307,11 +275,6 @@ def test_other_signatures_are_told_the_expected_ones(write: Write, parameters: s
     assert "completion, answer" in text and "completions" in text and "solution_str" in text and "\n" not in text
 
 
-def test_missing_field_is_named_with_those_that_are_there(write: Write) -> None:
-    verdict = FunctionJudge(write("def reward(completion, answer, grade): return 1.0"))("c", "a", {"level": 1})
-    assert verdict.status is Status.ERROR and "'grade'" in verdict.detail and "level" in verdict.detail
-
-
 def test_function_of_one_answer_can_ask_for_the_prompt(write: Write) -> None:
     code = "def reward(completion, answer, messages): return float(messages[0]['content'] == completion)"
     prompt = Prompt("p", ({"role": "user", "content": "copy this"},), "12")
@@ -324,6 +287,20 @@ def test_function_of_one_answer_can_ask_for_the_prompt(write: Write) -> None:
 
 def test_builtin_without_signature_is_called_with_completion_and_answer() -> None:
     assert FunctionJudge("operator:contains")("It is 12", "12", {}).correct
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("import a_module_nobody_has", "a_module_nobody_has"),
+        ("x = 3", "no 'reward'"),
+        ("reward = 3", "not a function"),
+    ],
+)
+def test_files_without_a_function_are_user_errors(write: Write, code: str, word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        FunctionJudge(write(code))
 
 
 @pytest.mark.parametrize(
@@ -341,22 +318,6 @@ def test_builtin_without_signature_is_called_with_completion_and_answer() -> Non
 def test_invalid_paths_are_user_errors(path: str, word: str) -> None:
     with pytest.raises(UserError, match=word):
         load_object(path)
-
-
-@pytest.mark.parametrize(
-    ("code", "word"),
-    [("1 / 0", "ZeroDivisionError"), ("import a_module_nobody_has", "a_module_nobody_has"), ("x = 3", "no 'reward'")],
-)
-def test_files_that_fail_are_user_errors(tmp_path: Path, code: str, word: str) -> None:
-    (tmp_path / "mine.py").write_text(code)
-    with pytest.raises(UserError, match=word):
-        load_object(f"{tmp_path / 'mine.py'}:reward")
-
-
-def test_object_that_is_no_function_is_a_user_error(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("reward = 3")
-    with pytest.raises(UserError, match="not a function"):
-        FunctionJudge(f"{tmp_path / 'mine.py'}:reward")
 
 
 def test_relative_paths_work_in_other_working_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,21 +14,18 @@ from assay.rewards.judge import JudgeByTask, failed_verdict
 from assay.types import TASK_LABEL, Status, UserError, Verdict
 
 
-def test_check_verdicts_raises_if_all_are_errors() -> None:
+def test_check_verdicts_raises_if_the_judge_failed_on_all_answers() -> None:
     broken = Verdict(0.0, Status.ERROR, detail="KeyError: 'x'")
-    with pytest.raises(UserError, match="KeyError: 'x'"):
-        check_verdicts([broken, broken])
-    check_verdicts([broken, Verdict(0.0, Status.WRONG)])
-    check_verdicts([])
-
-
-def test_check_verdicts_raises_if_all_are_timeouts_and_names_the_limit() -> None:
-    late, broken = Verdict(0.0, Status.TIMEOUT, detail="took longer than 5 s"), Verdict(0.0, Status.ERROR)
-    with pytest.raises(UserError, match=r"timed out on all 2 answers.* 5 s.*reward.timeout_s"):
-        check_verdicts([late, late])
-    with pytest.raises(UserError, match=r"failed or timed out on all 2 answers.*reward.timeout_s"):
-        check_verdicts([late, broken])
-    check_verdicts([late, Verdict(0.0, Status.NO_ANSWER)])
+    late = Verdict(0.0, Status.TIMEOUT, detail="took longer than 5 s")
+    for verdicts, message in (
+        ([broken, broken], "KeyError: 'x'"),
+        ([late, late], r"timed out on all 2 answers.* 5 s.*reward.timeout_s"),
+        ([late, broken], r"failed or timed out on all 2 answers.*reward.timeout_s"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_verdicts(verdicts)
+    for verdicts in ([broken, Verdict(0.0, Status.WRONG)], [late, Verdict(0.0, Status.NO_ANSWER)], []):
+        check_verdicts(verdicts)
 
 
 @dataclass(frozen=True)
@@ -55,22 +52,23 @@ def test_mixed_reward_is_the_weighted_sum_of_its_parts() -> None:
     assert unformed.parts == {"accuracy": 0.0, "format": 0.0, "length": 1.0} and unformed.reward == 0.25
 
 
-@pytest.mark.parametrize(("characters", "score"), [(0, 1.0), (100, 1.0), (125, 0.75), (200, 0.0), (10_000, 0.0)])
-def test_length_score(characters: int, score: float) -> None:
-    mix = RewardMix(MathJudge(), accuracy=0.0, length=1.0, target_length=100)
-    assert mix("x" * characters, "5", {}).reward == pytest.approx(score)
+QUARTER = Fixed(Verdict(0.25, Status.WRONG))
 
 
-def test_format_pattern() -> None:
-    mix = RewardMix(MathJudge(strict=False), accuracy=0.0, format=1.0, format_pattern=r"^<think>.*</think>")
-    assert mix("<think>a\nb</think> 5", "5", {}).reward == 1.0
-    assert mix(r"\boxed{5}", "5", {}).reward == 0.0
-
-
-def test_partial_credit_is_interpolated() -> None:
-    mix = RewardMix(Fixed(Verdict(0.25, Status.WRONG)), correct=3.0, wrong=-1.0)
-    assert mix("", "", {}).reward == 0.0
-    assert mix("", "", {}).parts["format"] == 1.0  # a judge without a form of its own: an answer was read
+@pytest.mark.parametrize(
+    ("judge", "settings", "text", "reward"),
+    [
+        (MathJudge(), {"length": 1.0, "target_length": 100}, "x" * 100, 1.0),
+        (MathJudge(), {"length": 1.0, "target_length": 100}, "x" * 125, 0.75),
+        (MathJudge(), {"length": 1.0, "target_length": 100}, "x" * 10_000, 0.0),
+        (MathJudge(strict=False), {"format": 1.0, "format_pattern": "^<a>.*</a>"}, "<a>a\nb</a> 5", 1.0),
+        (MathJudge(strict=False), {"format": 1.0, "format_pattern": "^<a>.*</a>"}, r"\boxed{5}", 0.0),
+        (QUARTER, {"accuracy": 1.0, "correct": 3.0, "wrong": -1.0}, "", 0.0),  # interpolated
+        (QUARTER, {"format": 1.0}, "", 1.0),  # the judge has no form of its own: an answer was read
+    ],
+)
+def test_parts_of_a_reward(judge: Any, settings: dict[str, Any], text: str, reward: float) -> None:
+    assert RewardMix(judge, **{"accuracy": 0.0} | settings)(text, "5", {}).reward == pytest.approx(reward)
 
 
 def test_failed_verdicts_keep_their_status() -> None:
@@ -78,6 +76,9 @@ def test_failed_verdicts_keep_their_status() -> None:
     late = failed_verdict(mix, Status.TIMEOUT, "slow")
     assert (late.reward, late.status, late.detail) == (-1.0, Status.TIMEOUT, "slow")
     assert failed_verdict(mix, Status.ERROR, "broken").reward == 0.0
+    judges = {"others": (Shortest(),), "weights": (2.0, 1.0), "names": ("math", "shortest")}
+    total = RewardMix(MathJudge(), unparsable=-1.0, **judges)  # the first judge decides
+    assert failed_verdict(total, Status.TIMEOUT, "slow").reward == -2.0
 
 
 @pytest.mark.parametrize(
@@ -124,12 +125,6 @@ def test_reward_sum_skips_judges_that_do_not_apply_and_names_one_that_fails() ->
     assert (failed.reward, failed.status, failed.detail) == (0.0, Status.ERROR, "b: KeyError: 'x'")
 
 
-def test_failed_verdict_of_a_reward_sum_is_that_of_its_first_judge() -> None:
-    names = ("math", "shortest")
-    total = RewardMix(MathJudge(), unparsable=-1.0, others=(Shortest(),), weights=(2.0, 1.0), names=names)
-    assert failed_verdict(total, Status.TIMEOUT, "slow").reward == -2.0
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pool_judges_all_answers_to_a_prompt_together(workers: int) -> None:
     total = RewardMix(MathJudge(), others=(Shortest(),), weights=(1.0, 1.0), names=("math", "shortest"))
@@ -137,12 +132,6 @@ def test_pool_judges_all_answers_to_a_prompt_together(workers: int) -> None:
     with JudgePool(total, workers=workers) as pool:
         assert [[v.reward for v in group] for group in pool.judge_groups(groups)] == [[0.0, 1.0, 1.0], [1.0], []]
         assert [v.reward for v in pool.judge([("aa", "5", {}), ("b", "5", {})])] == [1.0, 1.0]  # each is its own group
-
-
-def test_pool_groups_verdicts_of_a_judge_of_single_answers() -> None:
-    with JudgePool(MathJudge("hash"), workers=0) as pool:
-        groups = pool.judge_groups([(["#### 5", "#### 6"], "5", {}), ([], "1", {}), (["#### 7"], "7", {})])
-    assert [[v.correct for v in group] for group in groups] == [[True, False], [], [True]]
 
 
 class AsyncFixed(Fixed):

@@ -9,8 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,19 +164,12 @@ def test_lone_surrogates_and_nested_fields_are_preserved(function: Callable[[str
         )
 
 
-@dataclass(frozen=True)
-class Raises:
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Verdict:
-        raise ValueError("wrong input")
-
-
-def test_exception_in_a_judge_gives_an_error_verdict() -> None:
-    assert JudgePool(Raises(), workers=0).judge([("", "", {})])[0].detail == "ValueError: wrong input"
-
-
-def test_judge_that_cannot_be_pickled_is_a_user_error() -> None:
+@pytest.mark.parametrize("settings", [{"workers": -1}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
+def test_invalid_pool_settings_and_judges_are_user_errors(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        JudgePool(MathJudge(), **settings)
     with pytest.raises(UserError, match="worker processes"):
-        JudgePool(lambda completion, answer, fields: Verdict(1.0, Status.OK), workers=1)
+        JudgePool(lambda completion, answer, fields: Verdict(1.0, Status.OK), workers=1)  # cannot be pickled
 
 
 def test_judge_that_cannot_be_loaded_in_the_worker_is_a_user_error(tmp_path: Path) -> None:
@@ -187,21 +179,6 @@ def test_judge_that_cannot_be_loaded_in_the_worker_is_a_user_error(tmp_path: Pat
     file.write_text("raise RuntimeError('no longer valid')")
     with JudgePool(judge, workers=2) as pool, pytest.raises(UserError, match="no longer valid"):
         pool.judge([("", "", {})] * 10)
-
-
-@pytest.mark.parametrize("settings", [{"workers": -1}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
-def test_invalid_pool_settings(settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError):
-        JudgePool(MathJudge(), **settings)
-
-
-def test_closed_pool_cannot_be_used() -> None:
-    pool = JudgePool(MathJudge("hash"), workers=1)
-    pool.judge([("#### 1", "1", {})])
-    pool.close()
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.judge([("#### 1", "1", {})])
 
 
 def test_close_fails_waiting_calls(function: Callable[[str], FunctionJudge]) -> None:
@@ -217,9 +194,12 @@ def test_close_fails_waiting_calls(function: Callable[[str], FunctionJudge]) -> 
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.5)
-    pool.close()
+    for _ in range(2):
+        pool.close()
     thread.join(10)
     assert not thread.is_alive() and "closed" in str(errors[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.judge([("", "", {})])
 
 
 SCRIPT = """
@@ -288,10 +268,8 @@ def judged(texts: list[str], panel: Callable[[ModelJudge], JudgePanel]) -> list[
         with panel(model) as judges:
             (verdicts,) = judges.judge_groups([(texts, PROMPT.answer, judges.fields(PROMPT))])
             alone = judges.judge([(text, PROMPT.answer, judges.fields(PROMPT)) for text in texts])
-            assert [one.reward for one in alone if one.status is Status.ERROR] in ([], [0.0])
-            assert [one for one in alone if one.status is not Status.ERROR] == [
-                one for one in verdicts if one.status is not Status.ERROR
-            ]
+            for single, grouped in zip(alone, verdicts, strict=True):
+                assert single == grouped if single.status is not Status.ERROR else single.reward == 0.0
             return verdicts
 
 
@@ -309,19 +287,6 @@ def test_the_verifier_decides_the_status_and_the_model_adds_to_the_reward() -> N
     assert failed.status is Status.ERROR and failed.detail.startswith("judge: ") and "judge" not in failed.parts
     assert failed.parts["task"] == 1.0
     assert failed.reward == 0.0  # which no rollout is trained with
-
-
-def test_the_model_decides_the_status_if_it_comes_first() -> None:
-    texts = ["nice #### 4", "rude #### 4"]
-    nice, rude = judged(texts, lambda model: JudgePanel(model, 1.0, verifiers(), RewardMix(model, correct=10.0)))
-    assert (nice.reward, rude.reward) == (1 + 10, 1 + 2.5)
-    assert (nice.status, rude.status, nice.parsed) == (Status.OK, Status.WRONG, "5")
-
-
-def test_the_model_alone() -> None:
-    nice, failed = judged(["nice", "fail"], lambda model: JudgePanel(model, 3.0, mix=RewardMix(model)))
-    assert nice.reward == 3.0 and nice.parts["judge"] == 1.0
-    assert failed.status is Status.ERROR and "answered 400" in failed.detail
 
 
 class BrokenJudge:

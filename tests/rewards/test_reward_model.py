@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,19 @@ from reward_model_parts import ids_of, save_classifier, save_tokenizer, transfor
 from stub_endpoint import Fault, message, stub_endpoint
 
 from assay.config import JudgeConfig
-from assay.rewards import JudgePanel, JudgePool, MathJudge, RewardMix
+from assay.rewards import JudgePanel, JudgePool, MathJudge
 from assay.rewards.model_judge import ModelJudge
 from assay.rewards.reward_model import (
     RewardModelJudge,
+    RewardModelProcess,
+    RewardModelWorker,
     local_identity,
     make_model_judge,
     outputs_in,
     reward_of,
     score_of,
 )
-from assay.rewards.reward_model_worker import RewardModelProcess
+from assay.system.spawn import WorkerDied
 from assay.types import Prompt, Status, UserError
 
 PROMPT = Prompt("p", ({"role": "user", "content": "what is two plus two"},), "4")
@@ -52,14 +52,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def logits(folder: Path) -> list[float]:
-    return [one[0] for one in transformers_logits(folder, [talk(answer) for answer in ANSWERS])]
+    return [outputs[0] for outputs in transformers_logits(folder, [talk(answer) for answer in ANSWERS])]
 
 
-@pytest.fixture(scope="module")
-def started(folder: Path) -> Iterator[RewardModelJudge]:
-    """One process for several tests: it takes seconds to start."""
-    with RewardModelJudge(settings(model=str(folder))) as judge:
-        yield judge
+class LocalWorker:
+    """Computes in this process: another one takes seconds to start."""
+
+    def __init__(self, source: str, *options: Any) -> None:
+        self.worker = RewardModelWorker()
+        self.worker.load(source, *options)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.worker, method)(*arguments)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RewardModelProcess, "_start", lambda process: LocalWorker(*process._load))
 
 
 def classify_reply(outputs: list[float]) -> dict[str, Any]:
@@ -67,17 +79,41 @@ def classify_reply(outputs: list[float]) -> dict[str, Any]:
     return {"id": "classify-1", "object": "list", "data": data, "usage": USAGE}
 
 
-def test_the_reward_is_the_score_of_the_model_in_its_own_process(
-    folder: Path, logits: list[float], started: RewardModelJudge, tmp_path: Path
+@pytest.mark.slow
+def test_the_reward_is_the_score_of_the_model_in_its_own_process(folder: Path, logits: list[float]) -> None:
+    with RewardModelJudge(settings(model=str(folder))) as judge:
+        assert judge.process.worker is None  # it starts with the first call
+        assert [verdict.reward for verdict in judge.judge(items(judge))] == pytest.approx(logits, abs=1e-5)
+        assert judge.process.worker is not None
+        os.kill(judge.process.worker.process.pid, signal.SIGKILL)
+        failed = judge.judge(items(judge))
+        assert {verdict.status for verdict in failed} == {Status.ERROR} and "ended" in failed[0].detail
+
+
+def test_a_process_that_dies_fails_the_answers_and_is_started_again(
+    folder: Path, logits: list[float], in_this_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = settings(model=str(folder), cache=str(tmp_path / "cache"), threshold=sum(sorted(logits)[:2]) / 2)
-    judge, reported = RewardModelJudge(cfg), list[int]()
-    judge.process = started.process
-    verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
-    assert [verdict.reward for verdict in verdicts] == pytest.approx([*logits, logits[0]], abs=1e-5)
+    def die(*arguments: Any) -> None:
+        raise WorkerDied(-signal.SIGKILL)
+
+    with RewardModelJudge(settings(model=str(folder))) as judge:
+        judge.judge(items(judge)[:1])
+        monkeypatch.setattr(judge.process.worker, "call", die)
+        failed = judge.judge(items(judge))
+        assert {verdict.status for verdict in failed} == {Status.ERROR} and "SIGKILL" in failed[0].detail
+        assert [verdict.reward for verdict in judge.judge(items(judge))] == pytest.approx(logits, abs=1e-5)
+
+
+def test_equal_answers_are_judged_once_and_outputs_are_cached(
+    folder: Path, logits: list[float], tmp_path: Path, in_this_process: None
+) -> None:
+    threshold = sum(sorted(logits)[:2]) / 2
+    cfg, reported = settings(model=str(folder), cache=str(tmp_path / "cache"), threshold=threshold), list[int]()
+    with RewardModelJudge(cfg) as judge:
+        verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
     assert [verdict.parts["score"] for verdict in verdicts] == [verdict.reward for verdict in verdicts]
-    assert sum(verdict.status is Status.OK for verdict in verdicts[:3]) == 2 and judge.judged == 3  # equal ones once
-    assert reported == [0, 4]
+    assert sum(verdict.status is Status.OK for verdict in verdicts[:3]) == 2 and judge.judged == 3
+    assert reported == [0, 4] and verdicts[3] == verdicts[0]
     with RewardModelJudge(cfg) as again:
         assert again.judge(items(again)) == verdicts[:3]
         assert again.process.worker is None and again.cached == 3  # no process was started
@@ -87,16 +123,18 @@ def test_the_reward_is_the_score_of_the_model_in_its_own_process(
     assert local_identity(str(folder)) != before  # another model in the same folder
 
 
-def test_cached_outputs_that_are_not_finite_numbers_are_requested_again(tmp_path: Path) -> None:
-    with stub_endpoint(lambda _: classify_reply([0.25]), plain=True) as server:
-        for number, outputs in enumerate(("[NaN]", "[1e999]", "[1" + "0" * 400 + "]", '["1"]', "[true]", "[]")):
-            with RewardModelJudge(settings(model="rm", url=server.url, cache=str(tmp_path / str(number)))) as judge:
-                (first,) = judge.judge(items(judge, ["a"]))
-                (file,) = (tmp_path / str(number)).rglob("*.json")
-                file.write_text(f'{{"outputs": {outputs}}}')
-                with pytest.warns(UserWarning, match="another form"):
-                    assert judge.judge(items(judge, ["a"])) == [first]
-                assert first.reward == 0.25 and len(server.requests) == 2 * number + 2
+@pytest.mark.parametrize("outputs", ["[NaN]", "[1e999]", "[1" + "0" * 400 + "]", '["1"]', "[true]", "[]"])
+def test_cached_outputs_that_are_not_finite_numbers_are_requested_again(tmp_path: Path, outputs: str) -> None:
+    with (
+        stub_endpoint(lambda _: classify_reply([0.25]), plain=True) as server,
+        RewardModelJudge(settings(model="rm", url=server.url, cache=str(tmp_path))) as judge,
+    ):
+        (first,) = judge.judge(items(judge, ["a"]))
+        (file,) = tmp_path.rglob("*.json")
+        file.write_text(f'{{"outputs": {outputs}}}')
+        with pytest.warns(UserWarning, match="another form"):
+            assert judge.judge(items(judge, ["a"])) == [first]
+        assert first.reward == 0.25 and len(server.requests) == 2
 
 
 def test_offset_factor_and_sigmoid_scale_the_score() -> None:
@@ -119,37 +157,24 @@ def test_one_of_several_labels_or_their_expected_value_is_the_score() -> None:
         score_of([math.nan], settings(model="m"))
 
 
-def test_an_answer_that_is_too_long_is_a_failure_not_a_zero(started: RewardModelJudge) -> None:
-    panel = JudgePanel(started, 2.0, JudgePool(MathJudge("hash"), workers=0))
-    texts = ["four #### 4", "five #### 5", "very " * 40]
-    ((right, wrong, failed),) = panel.judge_groups([(texts, "4", started.fields(PROMPT))])
+def test_an_answer_that_is_too_long_is_a_failure_not_a_zero(folder: Path, in_this_process: None) -> None:
+    with RewardModelJudge(settings(model=str(folder))) as judge:
+        panel = JudgePanel(judge, 2.0, JudgePool(MathJudge("hash"), workers=0))
+        texts = ["four #### 4", "five #### 5", "very " * 40]
+        ((right, wrong, failed),) = panel.judge_groups([(texts, "4", judge.fields(PROMPT))])
     assert (right.status, wrong.status, failed.status) == (Status.OK, Status.WRONG, Status.ERROR)
     assert right.reward == pytest.approx(1.0 + 2.0 * right.parts["judge"])
     assert failed.reward == 0.0 and "49 tokens" in failed.detail  # training masks it: see its status
 
 
-def test_the_reward_model_alone_is_shaped_by_the_reward_mix(started: RewardModelJudge, logits: list[float]) -> None:
-    verdicts = JudgePanel(started, 1.0, mix=RewardMix(started, correct=10.0)).judge(items(started))
-    assert [one.reward for one in verdicts] == pytest.approx([10 * x for x in logits], abs=1e-4)
-
-
-def test_a_process_that_dies_fails_the_answers_and_is_started_again(
-    started: RewardModelJudge, logits: list[float]
-) -> None:
-    started.judge(items(started)[:1])
-    assert started.process.worker is not None
-    os.kill(started.process.worker.process.pid, signal.SIGKILL)
-    failed = started.judge(items(started))
-    assert {one.status for one in failed} == {Status.ERROR} and "ended" in failed[0].detail
-    assert [one.reward for one in started.judge(items(started))] == pytest.approx(logits, abs=1e-5)
-
-
-def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+def test_missing_models_and_tokenizers_are_named(tmp_path: Path, in_this_process: None) -> None:
     judge = RewardModelJudge(settings(model=str(tmp_path / "missing")))
     with judge, pytest.raises(UserError, match=r"judge.model: '.*missing' cannot be loaded"):
         judge.judge(items(judge))
     with pytest.raises(UserError, match=r"set judge.model"):
         RewardModelJudge(settings())
+    with pytest.raises(UserError, match=r"needs judge.tokenizer"):
+        RewardModelJudge(settings(model="rm", url="http://127.0.0.1:1", api="sglang"))
 
 
 @pytest.mark.parametrize("with_v1", ["", "/v1"])
@@ -158,36 +183,32 @@ def test_vllm_gets_the_messages_and_its_outputs_are_the_scores(tmp_path: Path, w
     with stub_endpoint(lambda body: classify_reply([scores[body["messages"][-1]["content"]]]), plain=True) as server:
         cfg = settings(model="rm", url=server.url + with_v1, cache=str(tmp_path / "cache"), extra={"priority": 1})
         with RewardModelJudge(cfg) as judge:
-            assert [one.reward for one in judge.judge(items(judge, ["four", "five", "four"]))] == [1.5, -2.0, 1.5]
-            assert judge.usage.requests == 2 and judge.usage.prompt_tokens == 18
-            judge.judge(items(judge, ["four"]))
-        assert len(server.requests) == 2
-        assert server.paths == ["/classify"] * 2
+            verdicts = judge.judge(items(judge, ["four", "five", "four"]))
+            assert judge.judge(items(judge, ["four"])) == verdicts[:1]
+        assert [verdict.reward for verdict in verdicts] == [1.5, -2.0, 1.5]
+        assert (judge.usage.requests, judge.usage.prompt_tokens, server.paths) == (2, 18, ["/classify"] * 2)
         for body in server.requests:
             expected = {"model": "rm", "messages": talk(body["messages"][-1]["content"]), "priority": 1}
             assert body == expected | {"use_activation": False}
 
 
-def test_token_ids_are_sent_if_the_tokenizer_is_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("api", "path", "key", "reply"),
+    [
+        ("pooling", "/pooling", "input", {"data": [{"object": "pooling", "data": [[9.0], [0.25]]}], "usage": USAGE}),
+        ("sglang", "/classify", "input_ids", {"embedding": 0.25, "meta_info": {"prompt_tokens": 9}}),
+    ],
+)
+def test_token_ids_are_sent_if_the_tokenizer_is_known(
+    tmp_path: Path, in_this_process: None, api: str, path: str, key: str, reply: dict[str, Any]
+) -> None:
     save_tokenizer(tmp_path)
-    ids = ids_of("<user> what is two plus two <end> <assistant> four <end>")
-    pooled = {"data": [{"index": 0, "object": "pooling", "data": [[9.0], [0.25]]}], "usage": USAGE}
-    embedded = {"embedding": 0.25, "meta_info": {"prompt_tokens": 9}}
-    with closing(
-        RewardModelProcess(str(tmp_path), "cpu", with_model=False)
-    ) as process:  # one for both: it takes seconds
-        for api, path, key, reply in (
-            ("pooling", "/pooling", "input", pooled),
-            ("sglang", "/classify", "input_ids", embedded),
-        ):
-            with stub_endpoint(lambda _, reply=reply: reply, plain=True) as server:
-                judge = RewardModelJudge(settings(model="rm", url=server.url, api=api, tokenizer=str(tmp_path)))
-                judge.process = process
-                assert judge.judge(items(judge, ["four"]))[0].reward == 0.25
-                assert judge.usage.prompt_tokens == 9
-                (body,) = server.requests
-                assert server.paths == [path] and body[key] == ids and "messages" not in body
-                judge.endpoint.close()
+    with stub_endpoint(lambda _: reply, plain=True) as server:
+        with RewardModelJudge(settings(model="rm", url=server.url, api=api, tokenizer=str(tmp_path))) as judge:
+            assert judge.judge(items(judge, ["four"]))[0].reward == 0.25
+        (body,) = server.requests
+    assert server.paths == [path] and judge.usage.prompt_tokens == 9 and "messages" not in body
+    assert body[key] == ids_of("<user> what is two plus two <end> <assistant> four <end>")
 
 
 def test_failures_of_the_endpoint_are_statuses() -> None:
@@ -206,15 +227,10 @@ def test_failures_of_the_endpoint_are_statuses() -> None:
         assert gone.status is Status.ERROR and "not reachable" in gone.detail
 
 
-def test_outputs_are_read_from_every_form_of_reply_and_no_other() -> None:
-    assert outputs_in({"embedding": [0.25]}) == outputs_in({"embedding": 0.25}) == [0.25]
+def test_outputs_of_another_form_are_none() -> None:
+    assert outputs_in({"embedding": [0.25]}) == [0.25]
     for answer in ({}, {"data": []}, {"data": [{"probs": []}]}, {"embedding": ["a"]}, {"embedding": [10**400]}):
         assert outputs_in(answer) is None
-
-
-def test_sglang_needs_the_tokenizer() -> None:
-    with pytest.raises(UserError, match=r"needs judge.tokenizer"):
-        RewardModelJudge(settings(model="rm", url="http://127.0.0.1:1", api="sglang"))
 
 
 def test_the_kind_of_judge_is_a_setting() -> None:

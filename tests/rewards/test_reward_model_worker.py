@@ -9,7 +9,7 @@ import pytest
 import torch
 from reward_model_parts import TEMPLATE, WORDS, ids_of, save_classifier, save_tokenizer, transformers_logits
 
-from assay.rewards.reward_model_worker import RewardModelProcess, RewardModelWorker
+from assay.rewards.reward_model import RewardModelWorker
 from assay.types import UserError
 
 ANSWERS = ["four", "five", "very very nice four", "bad", "the answer is very very very very good"]
@@ -25,50 +25,48 @@ def loaded(folder: Path) -> RewardModelWorker:
     return worker
 
 
-@pytest.mark.parametrize("labels", [1, 3])
-def test_outputs_are_the_logits_of_transformers_in_batches_of_any_size(tmp_path: Path, labels: int) -> None:
-    worker, talks = loaded(save_classifier(tmp_path, labels)), [talk(answer) for answer in ANSWERS]
+@pytest.mark.parametrize(("labels", "pad_id"), [(1, 0), (3, 0), (1, None)])  # without: one sequence at a time
+def test_outputs_are_the_logits_of_transformers_in_batches_of_any_size(
+    tmp_path: Path, labels: int, pad_id: int | None
+) -> None:
+    worker, talks = loaded(save_classifier(tmp_path, labels, pad_id=pad_id)), [talk(answer) for answer in ANSWERS]
     expected = transformers_logits(tmp_path, talks)
-    assert [len(one) for one in expected] == [labels] * len(ANSWERS)
     for batch_tokens in (1, 40, 10_000):
         for got, wanted in zip(worker.outputs(talks, batch_tokens), expected, strict=True):
             assert got == pytest.approx(wanted, abs=1e-5)
-    assert len({round(one[0], 3) for one in expected}) == len(ANSWERS)  # or the order could be wrong
+    assert len({round(outputs[0], 3) for outputs in expected}) == len(ANSWERS)  # or the order could be wrong
+    info = worker.info()
+    assert info["labels"] == [f"LABEL_{n}" for n in range(labels)] and info["max_length"] == 32
+    assert (info["activation"], info["where"]) == ("softmax" if labels > 1 else "sigmoid", "float32 on cpu")
+    worker.load(str(tmp_path), "cpu", dtype="bfloat16")
+    assert worker.info()["where"] == "bfloat16 on cpu"
 
 
 def test_batches_have_similar_lengths_and_stay_below_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, sizes = loaded(save_classifier(tmp_path)), list[list[int]]()
 
     def compute(sequences: Any) -> list[list[float]]:
-        sizes.append([len(one) for one in sequences])
+        sizes.append([len(sequence) for sequence in sequences])
         return [[0.0] for _ in sequences]
 
     monkeypatch.setattr(worker, "_compute", compute)
     worker.outputs([talk(answer) for answer in ANSWERS], batch_tokens=30)
-    assert [one for batch in sizes for one in batch] == sorted(one for batch in sizes for one in batch)
+    assert [size for batch in sizes for size in batch] == sorted(size for batch in sizes for size in batch)
     assert all(max(batch) * len(batch) <= 30 for batch in sizes) and len(sizes) < len(ANSWERS)
 
 
-def test_a_model_without_a_padding_token_computes_one_sequence_at_a_time(tmp_path: Path) -> None:
-    save_classifier(tmp_path, pad_id=None)
-    outputs = loaded(tmp_path).outputs([talk(answer) for answer in ANSWERS], 10_000)
-    for got, wanted in zip(outputs, transformers_logits(tmp_path, [talk(one) for one in ANSWERS]), strict=True):
-        assert got == pytest.approx(wanted, abs=1e-5)
-
-
-def test_tokenizers_without_a_template_read_question_and_answer_as_a_pair(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, template=None)
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (TEMPLATE, "<user> what is two plus two <end> <assistant> four <end>"),  # no further special tokens
+        (None, "what is two plus two four"),  # question and answer as a pair
+    ],
+)
+def test_conversations_are_rendered_by_the_template(tmp_path: Path, template: str | None, text: str) -> None:
+    save_tokenizer(tmp_path, template)
     worker = RewardModelWorker()
     worker.load(str(tmp_path), "cpu", with_model=False)
-    assert worker.render([talk("four")]) == [ids_of("what is two plus two four")]
-
-
-def test_the_template_adds_no_further_special_tokens(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    worker = RewardModelWorker()
-    worker.load(str(tmp_path), "cpu", with_model=False)
-    words = ["<user>", "what", "is", "two", "plus", "two", "<end>", "<assistant>", "four", "<end>"]
-    assert worker.render([talk("four")]) == [[WORDS.index(word) for word in words]]
+    assert worker.render([talk("four")]) == [ids_of(text)]
 
 
 def test_a_folder_without_a_classification_model_is_refused(tmp_path: Path) -> None:
@@ -92,7 +90,7 @@ def test_texts_and_token_ids_are_classified_like_conversations(tmp_path: Path) -
     (first, tokens), *others = results
     assert tokens == len(ids) and [count for _, count in others] == [len(ids), len(ids), len(ids) + 1, len(ids) + 1, 0]
     assert others[0][0] == others[1][0] == pytest.approx(first)
-    assert [one for one, _ in others[2:]] == [
+    assert [problem for problem, _ in others[2:]] == [
         *["a token id is outside the vocabulary of 18"] * 2,
         "the input has no tokens",
     ]
@@ -122,19 +120,4 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(tmp_path: Path, monkeyp
     monkeypatch.setattr(worker.model, "forward", limited)
     outputs = worker.outputs([talk(answer) for answer in ANSWERS], 10_000)
     assert outputs[4] == "there is not enough memory for 17 tokens"
-    assert outputs[:4] == [pytest.approx(one, abs=1e-5) for one in expected[:4]]
-
-
-def test_the_model_is_described(tmp_path: Path) -> None:
-    info = loaded(save_classifier(tmp_path, labels=3)).info()
-    assert info["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"] and info["activation"] == "softmax"
-    assert info["max_length"] == 32 and info["where"] == "float32 on cpu"
-
-
-@pytest.mark.slow
-def test_the_process_loads_with_the_first_call_and_in_the_given_dtype(tmp_path: Path) -> None:
-    process = RewardModelProcess(str(save_classifier(tmp_path)), "cpu", dtype="bfloat16", threads=1)
-    assert process.worker is None
-    assert process.call("info")["where"] == "bfloat16 on cpu" and process.worker is not None
-    process.close()
-    assert process.worker is None
+    assert outputs[:4] == [pytest.approx(values, abs=1e-5) for values in expected[:4]]

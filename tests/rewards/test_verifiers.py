@@ -28,15 +28,12 @@ def test_math_statuses(completion: str, status: Status, parsed: str | None, form
     assert (verdict.status, verdict.parsed, verdict.reward) == (status, parsed, reward)
     assert verdict.parts == {"accuracy": reward, "format": form}
 
-
-def test_lenient_answer_is_correct_but_has_no_format_score() -> None:
-    verdict = MathJudge(strict=False)("it is 1200.", "1,200", {})
-    assert verdict.correct and verdict.parts == {"accuracy": 1.0, "format": 0.0}
+    lenient = MathJudge(strict=False)(completion, "1,200", {})
+    assert lenient.correct is (status is Status.OK or completion == "so 1200") and lenient.parts["format"] == form
 
 
 def test_unreadable_gold_answer_is_an_error() -> None:
-    assert MathJudge()(r"\boxed{5}", " ", {}).status is Status.ERROR
-    for gold in ("1/0", "9" * 1000, "9^{9^{9^{9}}}"):
+    for gold in (" ", "1/0", "9" * 1000, "9^{9^{9^{9}}}"):
         verdict = MathJudge()(r"\boxed{5}", gold, {})
         assert verdict.status is Status.ERROR and "gold" in verdict.detail
 
@@ -75,7 +72,7 @@ def judge(expression: str, fields: object = None) -> tuple[Status, str]:
 
 SOLUTIONS = [
     *("3*4+5", " (3 * 4) + 5 ", "5+4*3", "3 × 4 + 5", r"3 \times 4 + 5", r"$3 \cdot 4 + 5$", "3*4+5 = 17"),
-    *("3*4+5=17.0", "((((3))))*4+5", "-(-5) + 3*4", "+5+3*4"),
+    *("3*4+5=17.0", "((((3))))*4+5", "-(-5) + 3*4", "+5+3*4", "-" * 390 + "3*4+5"),
 ]
 UNREADABLE = [
     *("3*4+", "3**4+5", "9**9**9**9", "3//4+5", "3(4)+5", "x+5", "3*4+5 = x", "3*4+5=17=17", "3.0*4+5", "3,4,5"),
@@ -105,6 +102,7 @@ def test_unreadable_countdown_expressions_have_a_reason() -> None:
         ("5/(4-3-1)", "zero"),
         ("3/(4*0)", "zero"),
         ("3+4/5", "equals 19/5"),
+        ("-" * 389 + "3*4+5", "equals -7, not 17"),
     ],
 )
 def test_wrong_countdown_solutions_have_a_reason(expression: str, why: str) -> None:
@@ -112,28 +110,26 @@ def test_wrong_countdown_solutions_have_a_reason(expression: str, why: str) -> N
     assert status is Status.WRONG and why in detail
 
 
-def test_repeated_signs() -> None:
-    assert judge("-" * 390 + "3*4+5")[0] is Status.OK
-    assert judge("-" * 389 + "3*4+5")[1] == "equals -7, not 17"
-
-
-def test_countdown_arithmetic_is_exact() -> None:
-    assert judge("8/(3-8/3)", {"nums": [3, 3, 8, 8], "target": 24})[0] is Status.OK
-    assert judge(r"\frac{8}{3-\frac{8}{3}}", {"nums": [3, 3, 8, 8], "target": 24})[0] is Status.OK
-    assert judge("1/3+1/3+1/3", {"nums": [1, 3] * 3, "target": 1})[0] is Status.OK
+@pytest.mark.parametrize(
+    ("expression", "nums", "target"),
+    [
+        ("8/(3-8/3)", [3, 3, 8, 8], 24),
+        (r"\frac{8}{3-\frac{8}{3}}", [3, 3, 8, 8], 24),
+        ("1/3+1/3+1/3", [1, 3] * 3, 1),
+    ],
+)
+def test_countdown_arithmetic_is_exact(expression: str, nums: list[int], target: int) -> None:
+    assert judge(expression, {"nums": nums, "target": target})[0] is Status.OK
 
 
 def test_countdown_answer_forms() -> None:
+    assert CountdownJudge()("<answer>3*4+5</answer>", "17", {"nums": ["3", 4, 5.0]}).correct  # the target is the answer
     assert CountdownJudge()("3*4+5", "", FIELDS).status is Status.NO_ANSWER
     assert CountdownJudge()("<answer>3*4+5", "", FIELDS).status is Status.UNPARSABLE
     assert CountdownJudge("boxed")(r"\boxed{3*4+5}", "", FIELDS).correct
     lenient = CountdownJudge(strict=False)(r"\boxed{3*4+5}", "", FIELDS)
     assert lenient.correct and lenient.parts["format"] == 0.0
     assert CountdownJudge(strict=False)("it is 17", "", FIELDS).status is Status.NO_ANSWER
-
-
-def test_countdown_target_defaults_to_the_gold_answer() -> None:
-    assert CountdownJudge()("<answer>3*4+5</answer>", "17", {"nums": ["3", 4, 5.0]}).correct
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from reward_model_parts import ids_of, save_classifier, transformers_logits
 from serve_parts import RunningServer, command
 
 from assay.config import HttpConfig, JudgeConfig
-from assay.rewards.reward_model import RewardModelJudge
-from assay.rewards.reward_model_worker import RewardModelProcess, activation_of
+from assay.rewards.reward_model import RewardModelJudge, RewardModelProcess, activation_of
 from assay.server.classify import ClassifyService, SequenceBatches, activated, make_classify_app
 from assay.types import Prompt, Status
 
@@ -219,7 +218,7 @@ def test_the_judge_works_with_assay_serve_also_after_the_process_of_the_model_wa
         check(judged(url, label=0), 0)  # sends messages
         check(judged(url, label=2, tokenizer=str(folder)), 2)  # sends token ids
         processes = table()
-        (model,) = [child for child in descendants(program.pid) if "reward_model_worker" in processes[child][2]]
+        (model,) = [child for child in descendants(program.pid) if "assay.rewards.reward_model" in processes[child][2]]
         os.kill(model, signal.SIGKILL)
         first, *_ = judged(url)
         assert first.status is Status.ERROR and "killed by SIGKILL" in first.detail

@@ -7,7 +7,7 @@ import pytest
 from assay.tasks import Abacus, check_gold
 from assay.tasks.abacus import PRONOUNS, VERBS, split_words
 from assay.tasks.base import SPLITS
-from assay.types import Prompt, UserError
+from assay.types import UserError
 
 OPERATION_OF = {verb: operation for operation, verbs in VERBS.items() for verb in verbs}
 SETTINGS = [
@@ -76,49 +76,17 @@ def test_gold_completions_are_correct_even_with_noise(style):
         assert check_gold(task, split, limit=100) == []
 
 
-def test_wrong_solutions_are_judged_wrong():
-    task = Abacus(noise=1.0)
-    judge = task.judge()
-    ends_wrong = [p for p in task.prompts("train")[:100] if p.solution.split()[-1] != p.answer]
-    assert len(ends_wrong) > 50
-    assert not any(judge(p.solution, p.answer, p.fields).correct for p in ends_wrong)
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_words_cover_all_prompts_and_solutions(settings):
     task = Abacus(**settings)
     words = task.words()
-    assert words == sorted(set(words))
-    known = set(words)
+    assert words == sorted(set(words)) and len(words) >= 40
+    assert {word for word in task.words(digits=True) if word.isdigit()} == set("0123456789")
     for split, count in (("train", 800), ("validation", 50), ("test", 50)):
         for prompt in task.prompts(split)[:count]:
             used = split_words(f"{prompt.question} {prompt.solution} {task.gold_completion(prompt)} {prompt.answer}")
-            assert known.issuperset(used)
-
-
-def test_tokens_style_has_few_words_separated_by_spaces():
-    task = Abacus()
-    assert 60 <= len(task.words()) <= 200
-    assert {str(n) for n in range(task.max_value + 1)} <= set(task.words())
-    assert {w for w in task.words(digits=True) if w.isdigit()} == set("0123456789")
-    for prompt in task.prompts("train")[:300]:
-        assert prompt.question.split() == split_words(prompt.question)
-        assert len(prompt.question.split()) <= 9 + 4 * len(prompt.fields["steps"])
-
-
-def skeleton(prompt: Prompt) -> str:
-    return f"{prompt.fields['start']} {prompt.fields['steps']}"
-
-
-def test_splits_are_disjoint_for_all_seeds_and_wordings():
-    seen = {split: set() for split in SPLITS}
-    for task in (Abacus(seed=0), Abacus(seed=1, style="plain", distractors=1), Abacus(seed=2, max_steps=2)):
-        for split in SPLITS:
-            seen[split] |= {skeleton(prompt) for prompt in task.prompts(split)[:300]}
-    assert all(len(problems) > 300 for problems in seen.values())
-    assert not seen["train"] & seen["test"]
-    assert not seen["train"] & seen["validation"]
-    assert not seen["validation"] & seen["test"]
+            assert set(words).issuperset(used)
+            assert task.style == "plain" or prompt.question.split() == split_words(prompt.question)
 
 
 def test_problem_depends_only_on_its_index():

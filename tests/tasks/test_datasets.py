@@ -29,22 +29,15 @@ def folder(tmp_path, n=30):
     return str(tmp_path)
 
 
-def test_all_gold_completions_score_one(gsm8k_folder):
-    for style in ("boxed", "hash"):
-        task = GSM8K(gsm8k_folder, solution_style=style)
-        prompts = [prompt for split in ("train", "validation", "test") for prompt in task.prompts(split)]
-        assert len(prompts) == 7473 + 1319
-        with JudgePool(task.judge()) as pool:
-            verdicts = pool.judge([(task.gold_completion(p), p.answer, p.fields) for p in prompts])
-        assert [p.id for p, v in zip(prompts, verdicts, strict=True) if v.reward != 1.0] == []
-
-
-def test_golds_and_solutions_of_the_real_files(gsm8k_folder):
-    task = GSM8K(gsm8k_folder)
-    prompts = [*task.prompts("train"), *task.prompts("validation"), *task.prompts("test")]
+def test_gold_completions_of_the_real_files_are_correct(gsm8k_folder):
+    task, hashed = GSM8K(gsm8k_folder), GSM8K(gsm8k_folder, solution_style="hash")
+    prompts = [prompt for split in SPLITS for prompt in task.prompts(split)]
+    assert len(prompts) == len({prompt.id for prompt in prompts}) == 7473 + 1319
+    with JudgePool(task.judge()) as pool:
+        verdicts = pool.judge([(task.gold_completion(p), p.answer, p.fields) for p in prompts])
+    assert [p.id for p, v in zip(prompts, verdicts, strict=True) if v.reward != 1.0] == check_gold(hashed, "test") == []
     assert all(float(prompt.answer) == int(prompt.answer) for prompt in prompts)
     assert not any("<<" in prompt.solution or "####" in prompt.solution for prompt in prompts)
-    assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert overlap(task.prompts("train"), task.prompts("test")).n_shared == 0
 
 
@@ -63,17 +56,19 @@ def test_conversion_of_a_row(tmp_path):
     assert kept.solution == "Two crates hold 2*1,200 = <<2*1200=2400>>2,400 nails.\nThe final answer is \\boxed{2400}."
 
 
-def test_hub_datasets_of_gsm8k(monkeypatch):
+def test_datasets_of_the_hub(monkeypatch):
     requested = []
 
     def load(dataset, configuration, split):
         requested.append((dataset, configuration, split))
-        return [ROW] * 20
+        return [ROW] * 20 if "gsm8k" in dataset else TEST if split == "test" else TRAIN
 
     monkeypatch.setattr(sources, "load_hub", load)
-    task = make_task("gsm8k", "openai/gsm8k")
-    assert len(task.prompts("test")) == 20 and len(task.prompts("train")) == 18
-    assert set(requested) == {("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")}
+    gsm8k, math = make_task("gsm8k", "openai/gsm8k"), make_task("math")
+    assert [len(task.prompts(split)) for task in (gsm8k, math) for split in ("train", "test")] == [18, 20, 7 * 4 - 2, 2]
+    assert {("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")} < set(requested)
+    assert ("HuggingFaceH4/MATH-500", None, "test") in requested
+    assert ("EleutherAI/hendrycks_math", "number_theory", "train") in requested
 
 
 def test_missing_hub_extra_is_named(monkeypatch):
@@ -120,52 +115,31 @@ TEST: list[dict[str, Any]] = [
 
 
 def write(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
 
 
-def test_jsonl_layouts(tmp_path):
+def test_layouts_of_math(tmp_path):
     write(tmp_path / "train.jsonl", TRAIN)
     write(tmp_path / "test.jsonl", TEST)
     task = make_task("math", str(tmp_path), val_size=1)
-    prompts = {p.id: p for split in ("train", "validation", "test") for p in task.prompts(split)}
-    assert prompts["math/train/1"].answer == "\\frac{\\sqrt{8}}{2}"
-    assert prompts["math/train/2"].answer == "\\{-3, 3\\}"
+    prompts = {p.id: p for split in SPLITS for p in task.prompts(split)}
+    assert prompts["math/train/1"].answer == "\\frac{\\sqrt{8}}{2}" and prompts["math/train/2"].answer == "\\{-3, 3\\}"
     assert prompts["math/train/0"].fields == {"level": "Level 1", "subject": "Algebra"}
     seven = prompts["math/test/test/prealgebra/7.json"]
     assert seven.answer == "\\frac{3}{4}" and seven.fields == {"level": 1, "subject": "Prealgebra"}
     assert seven.question.startswith("What is $3/4$?\nPlease reason")
-    assert [check_gold(task, split) for split in ("train", "validation", "test")] == [[], [], []]
-
-
-def test_original_folder_layout(tmp_path):
-    for number, row in enumerate(TRAIN):
-        subject = tmp_path / "train" / row["type"].lower()
-        subject.mkdir(parents=True, exist_ok=True)
-        (subject / f"{number + 8}.json").write_text(json.dumps(row))
-    task = make_task("math", str(tmp_path), val_size=0)
-    assert [prompt.id for prompt in task.prompts("train")] == [
-        "math/train/algebra/8",
-        "math/train/algebra/10",
-        "math/train/algebra/11",
-        "math/train/prealgebra/9",
-    ]
+    assert [check_gold(task, split) for split in SPLITS] == [[], [], []]
+    for number, row in enumerate(TRAIN):  # the original layout
+        file = tmp_path / "original" / "train" / row["type"].lower() / f"{number + 8}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(row))
+    task = make_task("math", str(tmp_path / "original"), val_size=0)
+    names = [prompt.id.removeprefix("math/train/") for prompt in task.prompts("train")]
+    assert names == ["algebra/8", "algebra/10", "algebra/11", "prealgebra/9"]
     assert check_gold(task, "train") == []
     with pytest.raises(UserError, match="has no test split"):
         task.prompts("test")
-
-
-def test_hub_datasets_of_math(monkeypatch):
-    requested = []
-
-    def load(dataset, configuration, split):
-        requested.append((dataset, configuration, split))
-        return TEST if split == "test" else TRAIN
-
-    monkeypatch.setattr(sources, "load_hub", load)
-    task = make_task("math")
-    assert len(task.prompts("test")) == 2 and requested == [("HuggingFaceH4/MATH-500", None, "test")]
-    assert len(task.prompts("train")) == 7 * 4 - 2
-    assert ("EleutherAI/hendrycks_math", "number_theory", "train") in requested
 
 
 @pytest.mark.parametrize(
@@ -177,29 +151,22 @@ def test_hub_datasets_of_math(monkeypatch):
     ],
 )
 def test_invalid_math_rows_are_user_errors(tmp_path, row, message):
-    write(tmp_path / "rows.jsonl", [TEST[0], row])
     with pytest.raises(UserError, match=message):
-        make_task("math", str(tmp_path / "rows.jsonl")).prompts("all")
+        make_task("math", write(tmp_path / "rows.jsonl", [TEST[0], row])).prompts("all")
 
 
 def test_instruction_replaces_that_of_prepared_rows(tmp_path):
-    row = {
-        "id": "math/train/0",
-        "question": "What is 2 + 2?",
-        "messages": [{"role": "user", "content": "What is 2 + 2?\nBox it."}],
-        "answer": "4",
-    }
-    write(tmp_path / "rows.jsonl", [row])
-    file = str(tmp_path / "rows.jsonl")
-    assert make_task("math", file).prompts("all")[0].question == "What is 2 + 2?\nBox it."
-    changed = make_task("math", file, instruction="Be brief.")
-    assert changed.prompts("all")[0].question == "What is 2 + 2?\nBe brief."
-    assert changed.bare_question(changed.prompts("all")[0]) == "What is 2 + 2?"
-    assert make_task("math", file, instruction="").prompts("all")[0].question == "What is 2 + 2?"
-
-
-QUICK = ["chain_sum", "gcd"]
-SLOW = ["basic_arithmetic", "mini_sudoku", "word_sorting", "spell_backward", "acre"]
+    messages = [{"role": "user", "content": "2 + 2?\nBox it."}]
+    row = {"id": "math/train/0", "question": "2 + 2?", "messages": messages, "answer": "4"}
+    file = write(tmp_path / "rows.jsonl", [row])
+    for settings, question in (
+        ({}, "2 + 2?\nBox it."),
+        ({"instruction": "Go."}, "2 + 2?\nGo."),
+        ({"instruction": ""}, "2 + 2?"),
+    ):
+        task = make_task("math", file, **settings)
+        (prompt,) = task.prompts("all")
+        assert prompt.question == question and (not settings or task.bare_question(prompt) == "2 + 2?")
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +183,7 @@ def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
             make("reasoning_gym:gcd")
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", ["chain_sum", "gcd", "mini_sudoku", "word_sorting"])
 def test_gold_answers_score_one_and_splits_are_disjoint(gym: Any, name: str) -> None:
     task = make_task(f"reasoning_gym:{name}", size=200)
     for split in SPLITS:
@@ -243,8 +210,7 @@ def test_problems_equal_those_of_the_package(gym: Any) -> None:
     json.dumps(train[0].fields)  # as rollouts are written
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_scores_equal_those_of_the_package_and_only_full_scores_are_correct(gym: Any, workers: int) -> None:
+def test_scores_equal_those_of_the_package_and_only_full_scores_are_correct(gym: Any) -> None:
     task = make_task("reasoning_gym:spell_backward", min_word_len=6, size=20)
     prompt = task.prompts("train")[0]
     items = {
@@ -256,8 +222,7 @@ def test_scores_equal_those_of_the_package_and_only_full_scores_are_correct(gym:
         f"\\boxed{{{prompt.answer}}}": (Status.NO_ANSWER, 0.0),
     }
     source = gym.create_dataset("spell_backward", min_word_len=6)
-    with JudgePool(task.judge(), workers=workers, timeout_s=60.0) as pool:
-        verdicts = pool.judge([(text, prompt.answer, prompt.fields) for text in items])
+    verdicts = [task.judge()(text, prompt.answer, prompt.fields) for text in items]
     for verdict, (status, reward) in zip(verdicts, items.values(), strict=True):
         assert verdict.status is status, verdict
         assert reward is None or verdict.reward == reward
@@ -265,14 +230,11 @@ def test_scores_equal_those_of_the_package_and_only_full_scores_are_correct(gym:
     assert 0 < partial < 1 and partial == source.score_answer(prompt.answer[:-1], {"answer": prompt.answer})
     relaxed = task.judge(strict=False)
     assert relaxed(f"\\boxed{{{prompt.answer}}}", prompt.answer, prompt.fields).status is Status.OK
-
-
-def test_package_failure_gives_unparsable_and_missing_fields_give_error(gym: Any) -> None:
+    assert task.judge()(f"<answer>{prompt.answer}</answer>", prompt.answer, {}).status is Status.ERROR
     task = make_task("reasoning_gym:prime_factorization")
-    judge, prompt = task.judge(), task.prompts("test")[0]
-    verdict = judge("<answer>no idea</answer>", prompt.answer, prompt.fields)
-    assert verdict.status is Status.UNPARSABLE and "ValueError" in verdict.detail and verdict.reward == 0
-    assert judge("<answer>7</answer>", prompt.answer, {}).status is Status.ERROR
+    prompt = task.prompts("test")[0]
+    failed = task.judge()("<answer>no idea</answer>", prompt.answer, prompt.fields)
+    assert failed.status is Status.UNPARSABLE and "ValueError" in failed.detail and failed.reward == 0
 
 
 def test_wrong_arguments_are_user_errors(gym: Any) -> None:
@@ -286,9 +248,6 @@ def test_wrong_arguments_are_user_errors(gym: Any) -> None:
     ):
         with pytest.raises(UserError, match=said):
             make_task(f"reasoning_gym:{name}", **args)
-
-
-def test_dataset_with_too_few_problems_is_a_user_error(gym: Any) -> None:
     task = make_task("reasoning_gym:count_bits", min_n=5, max_n=5)
     with pytest.raises(UserError, match="too few different problems"):
         _ = [task.prompts(split)[0] for split in SPLITS]
@@ -314,13 +273,8 @@ def reward(completion, answer, kind):
 RAW = [{"q": f" {n} plus {n}? ", "a": 2 * n, "k": "easy"} for n in range(20)]
 
 
-def write_rows(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
-
-
 def test_user_map_and_reward_function(tmp_path):
-    data = write_rows(tmp_path / "mine.jsonl", RAW)
+    data = write(tmp_path / "mine.jsonl", RAW)
     (tmp_path / "my_file.py").write_text(MY_FILE)
     task = make_task(
         "jsonl", data, map=f"{tmp_path}/my_file.py:row_to_prompt", extract="hash", judge=f"{tmp_path}/my_file.py:reward"
@@ -344,13 +298,13 @@ def test_user_map_and_reward_function(tmp_path):
 def test_known_columns_need_no_map(tmp_path, asked, answered):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two?"}]
     row = {asked: messages if asked == "messages" else "Two and two?", answered: 4, "source": "me"}
-    (prompt,) = make_task("jsonl", write_rows(tmp_path / "a.jsonl", [row])).prompts("all")
+    (prompt,) = make_task("jsonl", write(tmp_path / "a.jsonl", [row])).prompts("all")
     assert (prompt.question, prompt.answer, prompt.fields["source"]) == ("Two and two?", "4", "me")
     assert len(prompt.messages) == (2 if asked == "messages" else 1)
 
 
 def test_invalid_jsonl_arguments_are_user_errors(tmp_path):
-    data = write_rows(tmp_path / "a.jsonl", RAW)
+    data = write(tmp_path / "a.jsonl", RAW)
     (tmp_path / "my_file.py").write_text("def broken(row):\n    return row['nope']\ndef seven(row):\n    return 7\n")
     with pytest.raises(UserError, match=r"broken raised KeyError on .*a.jsonl:1"):
         make_task("jsonl", data, map=f"{tmp_path}/my_file.py:broken").prompts("all")

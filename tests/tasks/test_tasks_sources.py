@@ -26,32 +26,42 @@ def test_single_file_is_split_into_disjoint_parts(tmp_path, rows, val_size, held
     task = make_task("jsonl", data, val_size=val_size, seed=seed)
     everything = [prompt.id for prompt in task.prompts("all")]
     assert everything == [f"jsonl/all/{n}" for n in range(rows)]  # in the order of the file
-    parts = {}
-    for split, size in (("train", rows - 2 * held_out), ("validation", held_out), ("test", held_out)):
-        if size:
-            parts[split] = [prompt.id for prompt in task.prompts(split)]
-            assert len(parts[split]) == size
-        else:
-            with pytest.raises(UserError, match=f"no {split} problems.*val_size"):
-                task.prompts(split)
-    given = [name for part in parts.values() for name in part]
-    assert len(given) == len(set(given)) and set(given) == set(everything)  # disjoint and complete
-
-
-def test_parts_of_a_single_file_depend_on_the_seed(tmp_path):
-    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(100)])
+    if not held_out:
+        assert [prompt.id for prompt in task.prompts("train")] == everything
+        with pytest.raises(UserError, match=r"no test problems.*val_size"):
+            task.prompts("test")
+        return
+    parts = [[prompt.id for prompt in task.prompts(split)] for split in ("train", "validation", "test")]
+    assert [len(part) for part in parts] == [rows - 2 * held_out, held_out, held_out]
+    assert sorted(name for part in parts for name in part) == sorted(everything)  # disjoint and complete
     for split in ("validation", "test"):
-        first, again, other = (make_task("jsonl", data, seed=seed).prompts(split) for seed in (0, 0, 1))
-        assert list(first) == list(again) and {p.id for p in first} != {p.id for p in other}
+        again, other = (make_task("jsonl", data, val_size=val_size, seed=seed + change) for change in (0, 1))
+        assert again.prompts(split) == task.prompts(split) != other.prompts(split)
+    with pytest.raises(UserError, match=rf"has {rows:,} rows, too few .*between 0 and {(rows - 1) // 2}"):
+        make_task("jsonl", data, val_size=(rows + 1) // 2).prompts("test")
+    assert len(make_task("jsonl", data, val_size=(rows - 1) // 2).prompts("train")) in (1, 2)
 
 
-def test_val_size_larger_than_the_file_is_a_user_error(tmp_path):
-    data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(20)])
-    for split in ("train", "validation", "test"):
-        with pytest.raises(UserError, match=r"has 20 rows, too few for 10 each.*between 0 and 9"):
-            make_task("jsonl", data, val_size=10).prompts(split)
-    assert len(make_task("jsonl", data, val_size=9).prompts("train")) == 2
-    assert len(make_task("jsonl", data, val_size=10).prompts("all")) == 20
+@pytest.mark.parametrize(
+    ("written", "question"),
+    [
+        (
+            json.dumps({"question": "lone \ud800 and \u2028 lines", "answer": 1}).encode(),
+            "lone \ud800 and \u2028 lines",
+        ),
+        ('{"question": "a\u2028b", "answer": 1}\n'.encode(), "a\u2028b"),
+        ('{"question": "x", "answer": 1}\r\n'.encode("utf-8-sig"), "x"),
+        (gzip.compress(b'{"question": "x", "answer": 1}'), None),
+    ],
+)
+def test_unusual_unicode_is_preserved_and_other_encodings_are_user_errors(tmp_path, written, question):
+    (tmp_path / "a.jsonl").write_bytes(written)
+    task = make_task("jsonl", str(tmp_path / "a.jsonl"))
+    if question is None:
+        with pytest.raises(UserError, match=r"is not UTF-8 text .*: decompress it"):
+            task.prompts("all")
+    else:
+        assert task.prompts("all")[0].question == question
 
 
 def test_folder_with_one_file_per_split(tmp_path):
@@ -66,23 +76,6 @@ def test_folder_with_one_file_per_split(tmp_path):
     write(tmp_path / "test100.jsonl", [{"question": "x", "answer": 1}])
     with pytest.raises(UserError, match="several test files"):
         make_task("jsonl", str(tmp_path)).prompts("test")
-
-
-def test_unusual_unicode_is_preserved(tmp_path):
-    odd = "lone \ud800 and \u2028 lines"
-    (tmp_path / "a.jsonl").write_text(json.dumps({"question": odd, "answer": 1}) + "\n")
-    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")[0].question == odd
-    (tmp_path / "a.jsonl").write_text('{"question": "a\u2028b", "answer": 1}\n', encoding="utf-8")
-    assert make_task("jsonl", str(tmp_path / "a.jsonl")).prompts("all")[0].question == "a\u2028b"
-
-
-def test_byte_order_marks_are_skipped_and_other_encodings_are_user_errors(tmp_path):
-    path, line = tmp_path / "a.jsonl", '{"question": "x", "answer": 1}\r\n'
-    path.write_text(line, encoding="utf-8-sig")
-    assert make_task("jsonl", str(path)).prompts("all")[0].question == "x"
-    path.write_bytes(gzip.compress(line.encode()))
-    with pytest.raises(UserError, match=r"is not UTF-8 text .*: decompress it"):
-        make_task("jsonl", str(path)).prompts("all")
 
 
 def test_jsonl_is_read_line_by_line_while_memory_is_free(tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def fail(engine: Engine) -> None:
 
 def scores_of_two_servers(engine: Engine, sequences: Any) -> dict[str, list[list[float]]]:
     scores = engine.score(sequences)
-    return {"one": scores, "two": [[value - 1 for value in own] for own in scores]}
+    return {"one": scores, "two": [[value - 1 for value in sequence] for sequence in scores]}
 
 
 IGNORES_ABORTS: dict[str, Callable[..., Any]] = {"abort": lambda engine, ids: None}

@@ -75,17 +75,11 @@ def test_templates_are_rendered_as_by_transformers(template: str) -> None:
 
 @pytest.mark.parametrize("name", BAD)
 def test_malicious_and_broken_templates_give_one_line_errors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_WORK", 20_000)  # quicker; the limits are otherwise the same
+    if name != "nested loops":  # quicker; the limits are otherwise the same
+        monkeypatch.setattr(chat_template, "MAX_WORK", 20_000)
     with pytest.raises(UserError, match="chat template") as caught:
         with_template(BAD[name]).chat_text(MESSAGES)
     assert len(str(caught.value)) < 1_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BAD)
-def test_malicious_templates_stop_within_the_real_budget(name: str) -> None:
-    with pytest.raises(UserError, match="chat template"):
-        with_template(BAD[name]).chat_text(MESSAGES)
 
 
 LONG, SHORT = "('a' * 100000)", "('a' * 1000)"

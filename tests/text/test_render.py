@@ -38,32 +38,23 @@ QWEN = (
     "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TURN_END = {
-    "chatml": "<|im_end|>",
-    "llama3": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
-    "qwen": "<|im_end|>",
-    "builtin": "<eos>",
-}
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "qwen": QWEN, "builtin": None}
-EXTRA = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|body|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
-EXTRA += ["<|endoftext|>"]
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "qwen": "<|im_end|>"}
+ENDS |= {"builtin": "<eos>"}
 
 
-def tokenizer_for(form: str, adds_bos: bool = False) -> Tokenizer:
-    """The character tokenizer with a chat format's special tokens and template."""
-    hf = with_template(TEMPLATES[form]).hf
+def with_template(template: str | None, adds_bos: bool = False) -> Tokenizer:
+    """The character tokenizer with the special tokens of chat formats, and the template of one of them."""
+    hf = char_tokenizer().hf
+    special = ["<|head|>", "<|body|>", "<|im_start|>", "<start_of_turn>", "<|endoftext|>", *ENDS.values()]
+    hf.add_special_tokens({"additional_special_tokens": special}, replace_extra_special_tokens=False)
+    hf.chat_template = template or hf.chat_template
     if adds_bos:
         hf.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return Tokenizer(hf)
 
 
-def with_template(template: str | None) -> Tokenizer:
-    hf = char_tokenizer().hf
-    hf.add_special_tokens({"additional_special_tokens": EXTRA}, replace_extra_special_tokens=False)
-    if template is not None:
-        hf.chat_template = template
-    return Tokenizer(hf)
+FORMS = {form: with_template(template) for form, template in TEMPLATES.items()}
 
 
 def ask(question: str, *, system: str | None = None, **fields: object) -> Prompt:
@@ -72,7 +63,6 @@ def ask(question: str, *, system: str | None = None, **fields: object) -> Prompt
     return Prompt(id="test/0", messages=tuple(messages), fields=fields)
 
 
-FORMS = {form: tokenizer_for(form) for form in TEMPLATES}
 PROMPT = ask("What is 2+3?")
 
 
@@ -87,24 +77,26 @@ def test_loss_masks_cover_completion_and_end_token(form: str, completion: str) -
     assert ids[: len(prompt_ids)] == prompt_ids
     assert mask == [0] * len(prompt_ids) + [1] * (len(ids) - len(prompt_ids))
     taught = [index for index, bit in zip(ids, mask, strict=True) if bit]
-    assert tokenizer.decode(taught, skip_special=False) == completion + TURN_END[form]
+    assert tokenizer.decode(taught, skip_special=False) == completion + ENDS[form]
     assert renderer.decode(taught) == completion
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_example_equals_the_conversation_rendered_by_the_template(form: str) -> None:
-    tokenizer = FORMS[form]
-    ids, _ = Renderer(tokenizer).example(PROMPT, "2+3=5")
-    whole = tokenizer.hf.apply_chat_template(
-        [*PROMPT.messages, {"role": "assistant", "content": "2+3=5"}], return_dict=True
-    )["input_ids"]
+    check_example(Renderer(FORMS[form]))
+
+
+def check_example(renderer: Renderer) -> None:
+    ids, _ = renderer.example(PROMPT, "2+3=5")
+    conversation = [*PROMPT.messages, {"role": "assistant", "content": "2+3=5"}]
+    whole = renderer.tokenizer.hf.apply_chat_template(conversation, return_dict=True)["input_ids"]
     assert ids == whole[: len(ids)]
-    assert tokenizer.decode(whole[len(ids) :], skip_special=False).strip() == ""
+    assert renderer.tokenizer.decode(whole[len(ids) :], skip_special=False).strip() == ""
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_end_token_is_added_once(form: str) -> None:
-    tokenizer, end = FORMS[form], TURN_END[form]
+    tokenizer, end = FORMS[form], ENDS[form]
     renderer = Renderer(tokenizer)
     assert renderer.example(PROMPT, "5" + end) == renderer.example(PROMPT, "5")
     assert renderer.stop_token_ids[0] == tokenizer.encode(end)[0]
@@ -112,28 +104,20 @@ def test_end_token_is_added_once(form: str) -> None:
     assert renderer.stop == ()
 
 
-def test_a_template_without_an_end_token_ends_with_eos() -> None:
-    renderer = Renderer(
-        FORMS["builtin"],
-        style="chat",
-        template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
-    )
-    assert renderer.example(PROMPT, "5")[0][-1] == FORMS["builtin"].eos_id
-
-
-def test_end_token_is_found_in_the_template_if_no_config_lists_it() -> None:
-    template = "{% for m in messages %}<|head|>{{ m['content'] }}<|body|>{% endfor %}"
-    renderer = Renderer(FORMS["builtin"], style="chat", template=template)
-    end = FORMS["builtin"].encode("<|body|>")[0]
-    assert renderer.example(PROMPT, "5")[0][-1] == end
-    assert end in renderer.stop_token_ids
-    assert renderer.decode([*FORMS["builtin"].encode("5"), end]) == "5"
+@pytest.mark.parametrize(("written", "end"), [("\n", "<eos>"), ("<|body|>", "<|body|>")])
+def test_end_token_is_that_of_the_template_or_else_eos(written: str, end: str) -> None:
+    """Also an end token that no config lists."""
+    tokenizer = FORMS["builtin"]
+    template = "{% for m in messages %}<|head|>{{ m['content'] }}" + written + "{% endfor %}"
+    renderer, (end_id,) = Renderer(tokenizer, style="chat", template=template), tokenizer.encode(end)
+    assert renderer.example(PROMPT, "5")[0][-1] == end_id == renderer.stop_token_ids[0]
+    assert renderer.decode([*tokenizer.encode("5"), end_id]) == "5"
 
 
 @pytest.mark.parametrize("form", ["llama3", "chatml"])
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_bos_is_added_once_if_expected(form: str, adds_bos: bool) -> None:
-    tokenizer = tokenizer_for(form, adds_bos)
+    tokenizer = with_template(TEMPLATES[form], adds_bos)
     written_by_template = form != "chatml"
     chat, raw = Renderer(tokenizer), Renderer(tokenizer, style="raw")
     assert chat.prompt_ids(PROMPT).count(1) == int(written_by_template or adds_bos)
@@ -150,7 +134,7 @@ def test_bos_is_added_once_if_expected(form: str, adds_bos: bool) -> None:
 def test_batched_calls_equal_single_calls(form: str, adds_bos: bool) -> None:
     prompts = [PROMPT, Prompt("other", ({"role": "user", "content": "1 + 1?"},), answer="2")]
     for style in ("chat", "raw"):
-        renderer = Renderer(tokenizer_for(form, adds_bos), style=style)
+        renderer = Renderer(with_template(TEMPLATES[form], adds_bos), style=style)
         assert renderer.all_prompt_ids(prompts) == [*map(renderer.prompt_ids, prompts)]
         end = renderer.stop_token_ids[0]
         answers = [[*renderer.tokenizer.encode("5"), end, end], [end, *renderer.tokenizer.encode("6")], [], [end]]
@@ -274,78 +258,39 @@ def test_missing_end_token_is_reported_by_example() -> None:
         renderer.example(PROMPT, "5")
 
 
-def test_smollm2_masks_and_default_system(smollm2: Tokenizer) -> None:
-    tokenizer, renderer = smollm2, Renderer(smollm2)
-    completion = "2 + 3 = 5\n\n5 \\boxed{5}"
-    ids, mask = renderer.example(PROMPT, completion)
-    whole = tokenizer.hf.apply_chat_template(
-        [*PROMPT.messages, {"role": "assistant", "content": completion}], return_dict=True
-    )["input_ids"]
-    assert ids == whole[:-1] and tokenizer.decode(whole[-1:]) == "\n"
-    assert ids[: mask.index(1)] == renderer.prompt_ids(PROMPT)
-    assert ids[-1] == 2 and sum(mask) == len(tokenizer.encode(completion)) + 1
-    assert "helpful AI assistant named SmolLM" in renderer.prompt_text(PROMPT)
-    assert "SmolLM" not in Renderer(tokenizer, system="Be brief.").prompt_text(PROMPT)
-    assert renderer.prompt_ids(PROMPT).count(2) == 2  # system and user; bos is <|im_start|> and not doubled
-    assert renderer.prompt_ids(PROMPT)[:2] != [1, 1]
-
-
-def write_rows(path: Path, *rows: object) -> Path:
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
-    return path
-
-
-def test_few_shot_columns(tmp_path) -> None:
+def test_few_shot_examples_of_a_file(tmp_path: Path) -> None:
     rows = [
         {"question": "1+1?", "solution": "1+1=2", "answer": "2"},
         {"prompt": "2+2?", "completion": "4\u2028!"},
         {"question": "3+3?", "answer": "#### 6"},
     ]
     expected = [("1+1?", "1+1=2"), ("2+2?", "4\u2028!"), ("3+3?", "#### 6")]
-    path = write_rows(tmp_path / "shots.jsonl", *rows)
-    assert load_few_shot(path) == expected
-    assert load_few_shot(path, n=2) == expected[:2]
-    assert load_few_shot(path, n=0) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has 0 few-shot examples"),
-        ('{"question": "1+1?"}', "line 1"),
-        ('\n{"question"', "line 2: not valid JSON"),
-        ("[1]", "line 1"),
-    ],
-)
-def test_invalid_few_shot_files_are_reported(content: str, message: str, tmp_path) -> None:
     path = tmp_path / "shots.jsonl"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=message) as caught:
-        load_few_shot(path)
-    assert str(path) in str(caught.value)
-
-
-def test_too_few_examples_are_reported(tmp_path) -> None:
-    path = write_rows(tmp_path / "shots.jsonl", {"prompt": "a", "completion": "b"})
-    with pytest.raises(UserError, match="has 1 few-shot example, but 2 are"):
-        load_few_shot(path, n=2)
-
-
-def make_prompt(index: int, solved: bool) -> Prompt:
-    solution = f"s{index}" if solved else None
-    return Prompt(id=str(index), messages=({"role": "user", "content": f"q{index}"},), solution=solution)
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    assert [load_few_shot(path, n) for n in (None, 2, 0)] == [expected, expected[:2], []]
+    for content, n, message in (
+        ("", None, "has 0 few-shot examples"),
+        ('{"prompt": "a", "completion": "b"}', 2, "has 1 few-shot example, but 2 are"),
+        ('{"question": "1+1?"}', None, "line 1"),
+        ('\n{"question"', None, "line 2: not valid JSON"),
+        ("[1]", None, "line 1"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match=message) as caught:
+            load_few_shot(path, n)
+        assert str(path) in str(caught.value)
 
 
 def test_few_shot_uses_the_first_prompts_with_a_solution() -> None:
-    prompts = [make_prompt(index, solved=index % 2 == 1) for index in range(6)]
+    def prompt(index: int, solution: str | None = None) -> Prompt:
+        return Prompt(str(index), ({"role": "user", "content": f"q{index}"},), solution=solution)
+
+    prompts = [prompt(index, f"s{index}" if index % 2 else None) for index in range(6)]
     assert few_shot_from_prompts(prompts, 2) == [("q1", "s1"), ("q3", "s3")]
     with pytest.raises(UserError, match="4 few-shot examples requested, but only 3 prompts"):
         few_shot_from_prompts(prompts, 4)
-
-
-def test_few_shot_search_in_endless_prompts_is_limited() -> None:
     with pytest.raises(UserError, match="only 0"):
-        few_shot_from_prompts((make_prompt(index, solved=False) for index in count()), 1)
+        few_shot_from_prompts(map(prompt, count()), 1)  # the search in endless prompts is limited
 
 
 def test_prompt_files_are_read_without_the_final_newline(tmp_path) -> None:
@@ -390,14 +335,20 @@ def check_turns(renderer: Renderer, role: str) -> None:
     assert ids.count(end) >= 12
 
 
-@pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("file", ["smollm2-135m-instruct.q4_1.gguf", "qwen2.5-coder-1.5b-instruct.q4_k_m.gguf"])
-def test_turn_by_turn_ids_with_tokenizers_of_real_models(file: str, role: str) -> None:
+def test_tokenizers_of_real_models(file: str, tmp_path: Path) -> None:
     """Merges of a real tokenizer, and the templates as they are."""
     if not (MODELS / file).is_file():
         pytest.skip(f"no {file} under {MODELS}")
-    renderer = Renderer(load_tokenizer(str(MODELS / file)))
-    check_turns(renderer, role)
+    tokenizer = load_tokenizer(str(MODELS / file))
+    text = "Ann has 1234 coins.\n\n12 + 7 = 19, so it's   €5 — naïve 😀"
+    tokenizer.save(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert load_tokenizer(str(tmp_path)).encode(text) == tokenizer.encode(text)
+    renderer = Renderer(tokenizer)
+    check_example(renderer)
+    for role in ("user", "tool"):
+        check_turns(renderer, role)
     assert renderer.rewritten_history() == ""
 
 
@@ -470,25 +421,22 @@ def test_raw_templates_format_further_questions_like_examples() -> None:
 ASKED = Prompt("p", ({"role": "system", "content": "own"}, {"role": "user", "content": "2 + 2?"}))
 
 
-def test_a_chat_prompt_is_its_messages() -> None:
+def test_endpoints_get_messages_and_whole_replies() -> None:
     assert MessageRenderer().prompt_ids(ASKED) == list(ASKED.messages)
     renderer = MessageRenderer(system="be brief", few_shot=[("1 + 1?", "2")])
     (messages,) = renderer.all_prompt_ids([ASKED])
-    assert [(m["role"], m["content"]) for m in messages] == [
-        ("system", "be brief"),
-        ("user", "1 + 1?"),
-        ("assistant", "2"),
-        ("user", "2 + 2?"),
-    ]
-
-
-def test_completions_are_texts_and_observations_are_messages() -> None:
-    renderer, observed = MessageRenderer(), {"role": "user", "content": "no"}
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
+    assert [m["content"] for m in messages] == ["be brief", "1 + 1?", "2", "2 + 2?"]
     assert renderer.decode_all([["is it 5", "?"], [""], []]) == ["is it 5?", "", ""]
+    observed = {"role": "user", "content": "no"}
     assert renderer.next_turn_ids(ASKED, ["is it 5?"], [observed]) == [observed]  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"prompt.template needs openai.api = completions"):
+        MessageRenderer(template="{question}")
+    with pytest.raises(UserError, match=r"openai.api completions"):
+        renderer.inline_ids("x")
 
 
-def test_raw_style_is_text() -> None:
+def test_endpoints_get_text_of_a_raw_template() -> None:
     renderer = MessageRenderer(style="raw", template="{examples}Q: {question}\nA:", few_shot=[("1 + 1?", "2")])
     prompt = Prompt("p", ({"role": "user", "content": "2 + 2?"},))
     assert renderer.prompt_ids(prompt) == ["Q: 1 + 1?\nA: 2\n\nQ: 2 + 2?\nA:"] == [renderer.prompt_text(prompt)]
@@ -496,10 +444,3 @@ def test_raw_style_is_text() -> None:
     follow = renderer.next_turn_ids(prompt, [" 4"], [{"role": "user", "content": "3 + 3?"}])
     assert renderer.decode([" 4", *follow]) == " 4\n\nQ: 3 + 3?\nA:"
     assert renderer.inline_ids("<result>") == ["<result>"] and renderer.inline_ids("") == []
-
-
-def test_a_chat_endpoint_has_its_own_template_and_whole_replies() -> None:
-    with pytest.raises(UserError, match=r"prompt.template needs openai.api = completions"):
-        MessageRenderer(template="{question}")
-    with pytest.raises(UserError, match=r"openai.api completions"):
-        MessageRenderer().inline_ids("x")

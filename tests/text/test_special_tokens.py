@@ -6,7 +6,7 @@ import inspect
 import warnings
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.text import Renderer, Tokenizer, char_tokenizer, word_tokenizer
@@ -87,6 +87,8 @@ def test_special_tokens_in_messages_are_encoded_as_text(kind: str) -> None:
     assert tokenizer.decode(evil, skip_special=False) == renderer.prompt_text(ask(EVIL))  # nothing is lost
     assert EVIL in renderer.prompt_text(ask(EVIL))
     assert renderer.all_prompt_ids([ask(EVIL), ask("harmless")]) == [evil, honest]
+    framed = (Renderer(tokenizer, system=text, few_shot=[(text, text)]).prompt_ids(ask("?")) for text in ("s", EVIL))
+    assert len({tuple(specials(tokenizer, ids)) for ids in framed}) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,13 +121,6 @@ def test_special_tokens_are_recognised_in_raw_templates_but_not_in_inserted_valu
     assert specials(tokenizer, following) == [start]
 
 
-def test_special_tokens_in_few_shot_examples_and_system_text_are_encoded_as_text() -> None:
-    tokenizer = KINDS["characters"]
-    honest = Renderer(tokenizer, system="s", few_shot=[("q", "a")]).prompt_ids(ask("?"))
-    evil = Renderer(tokenizer, system=EVIL, few_shot=[(EVIL, EVIL)]).prompt_ids(ask("?"))
-    assert specials(tokenizer, evil) == specials(tokenizer, honest)
-
-
 def test_worked_solutions_have_one_end_token_and_no_other_special_tokens() -> None:
     tokenizer = KINDS["byte level"]
     renderer = Renderer(tokenizer)
@@ -147,15 +142,7 @@ def test_words_that_are_special_tokens_are_unknown_words_in_content() -> None:
     assert tokenizer.decode(ids, skip_special=False) == "<user> Ann <unk> <unk> has <assistant>"
 
 
-def test_placeholders_of_escaping_cannot_be_reused_by_content() -> None:
-    """Content that holds the reply's stand-in, or an escaped text of another tokenizer, is still all there."""
-    tokenizer = KINDS["characters"]
-    renderer = Renderer(tokenizer)
-    text = "ASSAY-REPLY-PROBE and more"
-    following = renderer.next_turn_ids(ask("?"), tokenizer.encode("7"), [Message(role="user", content=text)])
-    assert text in tokenizer.decode(following)
-
-
+@settings(max_examples=40)
 @given(
     st.lists(
         st.lists(st.sampled_from([*"ab <|>/s\n", *EXTRA, "<bos>", "é"]), max_size=8).map("".join).filter(str.strip),
@@ -176,6 +163,7 @@ def test_escaped_encoding_agrees_with_transformers(contents: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
 @given(contents=st.lists(st.text(alphabet="ab 01<>\n.", min_size=1, max_size=9), min_size=1, max_size=5))
 def test_ordinary_content_is_encoded_as_by_transformers(kind: str, contents: list[str]) -> None:
     tokenizer, prompt = KINDS[kind], ask(*contents)

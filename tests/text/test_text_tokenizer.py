@@ -6,6 +6,7 @@ import json
 import pickle
 import string
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,8 @@ def test_a_tokenizer_can_be_sent_to_another_process() -> None:
 
 def test_end_tokens_come_from_the_tokenizer_the_turn_ends_and_the_generation_config(tmp_path) -> None:
     assert Tokenizer(byte_level()).eos_ids == (0, 1)
-    assert Tokenizer(byte_level(additional_special_tokens=[])).eos_ids == (0,)
+    plain = Tokenizer(byte_level(additional_special_tokens=[]))
+    assert (plain.eos_ids, plain.pad_id, plain.bos_id) == ((0,), 0, None)
     byte_level().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert load_tokenizer(str(tmp_path)).eos_ids == (0, 1, 7)
@@ -69,19 +71,14 @@ def test_decoding_leaves_spaces_before_punctuation_alone() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_encoding_replaces_lone_surrogates_and_rejects_other_types() -> None:
-    tokenizer = Tokenizer(byte_level())
-    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
-    with pytest.raises(TypeError):
-        tokenizer.encode(7)  # type: ignore[arg-type]
-
-
 def test_batched_calls_equal_single_calls() -> None:
     tokenizer = Tokenizer(byte_level())
     texts = ["1 €", "", "a<|im_end|>b", " do n't  stop , now ! "]
     ids = [*map(tokenizer.encode, texts)]
     assert tokenizer.encode_all(texts) == ids
-    assert tokenizer.encode_all([*texts, "\ud800"]) == [*ids, tokenizer.encode("\ud800")]
+    assert tokenizer.encode_all([*texts, "a\ud800b"]) == [*ids, tokenizer.encode("a?b")]  # a lone surrogate
+    with pytest.raises(TypeError):
+        tokenizer.encode(7)  # type: ignore[arg-type]
     assert tokenizer.encode_all([]) == tokenizer.decode_all([]) == []
     lists = [*ids, ids[0][:-1], [*ids[0], 0, tokenizer.vocab_size + 100]]
     assert tokenizer.decode_all(lists) == [*map(tokenizer.decode, lists)]
@@ -96,31 +93,33 @@ def test_truncation_and_padding_of_tokenizer_json_are_disabled(tmp_path) -> None
     assert len(load_tokenizer(str(tmp_path)).encode("abcdefgh")) == 8
 
 
-def test_end_token_is_the_pad_token_if_there_is_none() -> None:
-    assert Tokenizer(byte_level()).pad_id == 0
-    assert Tokenizer(byte_level()).bos_id is None
-
-
-@pytest.mark.parametrize("make", ["no folder", "empty folder", "a file", "no gguf", "broken gguf", "short gguf"])
-def test_invalid_tokenizer_sources_are_reported(make: str, tmp_path) -> None:
-    folder = tmp_path / "folder"
-    (tmp_path / "notes.txt").write_text("hello")
-    (tmp_path / "broken.gguf").write_bytes(b"not one")
-    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    if make == "empty folder":
-        folder.mkdir()
-    names = {"a file": "notes.txt", "no gguf": "no.gguf", "broken gguf": "broken.gguf", "short gguf": "short.gguf"}
-    source = str(tmp_path / names.get(make, "folder"))
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("folder", None, "no such folder"),
+        ("folder/tokenizer_config.json", b"{}", "neither a model nor a tokenizer"),
+        (
+            "folder/config.json",
+            b'{"model_type": "qwen2"}',
+            r"tokenizer.json is missing.*model\.tokenizer",
+        ),
+        ("notes.txt", b"hello", "is a file"),
+        ("no.gguf", None, "no such file"),
+        ("broken.gguf", b"not one", "is not a GGUF file"),
+        ("old.gguf", b"GGUF\x01\x00\x00\x00", "GGUF version 1, which is not supported"),
+        ("short.gguf", b"GGUF\x03\x00\x00\x00", "is damaged"),
+    ],
+)
+def test_invalid_tokenizer_sources_are_reported(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    """transformers alone would make an empty tokenizer of a folder with tokenizer_config.json."""
+    file = tmp_path / name
+    if content is not None:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    source = str(tmp_path / name.split("/")[0])
+    with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(source)
     assert source in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_model_folder_without_tokenizer_files_is_named_as_such(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    (tmp_path / "tokenizer_config.json").write_text("{}")  # transformers alone would make an empty tokenizer
-    with pytest.raises(UserError, match=r"has no tokenizer: tokenizer.json is missing.*model\.tokenizer"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_unknown_hub_id_offline_fails_quickly(monkeypatch) -> None:
@@ -134,22 +133,14 @@ def write_gguf(path: Path, pre: str, text_end: str = "", **flags: bool) -> None:
     gguf = pytest.importorskip("gguf")
     tokens = ["<s>", "</s>", "<|eot_id|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "abc"]
     tokens += [text_end] if text_end else []
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}"
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 8, "feed_forward_length": 8, "head_count": 1}
+    special = {"bos_token_id": 0, "eos_token_id": 1, "eot_token_id": 2, "chat_template": template}
+    types = [3, 3, 3] + [1] * (len(tokens) - 4) + [3 if text_end else 1]
+    vocabulary = {"token_list": tokens, "token_types": types, "token_merges": ["Ċ Ċ"]}
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(8)
-    writer.add_head_count(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 4) + [3 if text_end else 1])
-    writer.add_token_merges(["Ċ Ċ"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_eot_token_id(2)
-    writer.add_chat_template("{{ bos_token }}{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}")
+    for name, value in {**sizes, "tokenizer_model": "gpt2", "tokenizer_pre": pre, **vocabulary, **special}.items():
+        getattr(writer, f"add_{name}")(value)
     for name, value in flags.items():
         writer.add_bool(f"tokenizer.ggml.{name}", value)
     writer.write_header_to_file()
@@ -158,12 +149,14 @@ def write_gguf(path: Path, pre: str, text_end: str = "", **flags: bool) -> None:
     writer.close()
 
 
-def test_a_gguf_file_gives_specials_template_digits_and_bos(tmp_path) -> None:
+@pytest.mark.parametrize("text_end", ["", "<|endoftext|>", "<|end_of_text|>"])
+def test_a_gguf_file_gives_specials_template_digits_and_bos(tmp_path: Path, text_end: str) -> None:
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, "smollm", add_bos_token=True)
+    write_gguf(path, "smollm", text_end, add_bos_token=True)
     assert read_metadata(path)["tokenizer.ggml.pre"] == "smollm"
     tokenizer = load_tokenizer(str(path))
-    assert tokenizer.eos_ids == (1, 2)
+    assert tokenizer.eos_ids == (1, 2, *tokenizer.encode(text_end))
+    assert len(tokenizer.eos_ids) == 2 + bool(text_end)  # the token that ends a text ends answers, too
     assert tokenizer.encode("<s></s><|eot_id|>") == [0, 1, 2]
     # The digit is cut off first, so the two newlines before it stay one token.
     assert [tokenizer.decode([index]) for index in tokenizer.encode("\n\n12")] == ["\n\n", "1", "2"]
@@ -174,13 +167,6 @@ def test_a_gguf_file_gives_specials_template_digits_and_bos(tmp_path) -> None:
     assert reloaded.encode("\n\n12 <|eot_id|>") == tokenizer.encode("\n\n12 <|eot_id|>")
 
 
-@pytest.mark.parametrize("text_end", ["<|endoftext|>", "<|end_of_text|>"])
-def test_the_token_that_ends_a_text_ends_answers_of_a_gguf_model(tmp_path: Path, text_end: str) -> None:
-    write_gguf(tmp_path / "tiny.gguf", "smollm", text_end)
-    tokenizer = load_tokenizer(str(tmp_path / "tiny.gguf"))
-    assert tokenizer.eos_ids == (1, 2, *tokenizer.encode(text_end)) and len(tokenizer.eos_ids) == 3
-
-
 def test_llama3_gguf_prefers_whole_words_and_respects_add_bos_token(tmp_path) -> None:
     write_gguf(tmp_path / "a.gguf", "llama-bpe")
     write_gguf(tmp_path / "b.gguf", "llama-bpe", add_bos_token=False)
@@ -188,19 +174,6 @@ def test_llama3_gguf_prefers_whole_words_and_respects_add_bos_token(tmp_path) ->
     assert tokenizer.decode(tokenizer.encode("abc")[:1]) == "abc"  # in the vocabulary, though no merge leads there
     assert tokenizer.expects_bos
     assert not load_tokenizer(str(tmp_path / "b.gguf")).expects_bos
-
-
-def test_smollm2_specials_and_template(smollm2: Tokenizer, tmp_path) -> None:
-    assert smollm2.vocab_size == 49152
-    assert smollm2.encode("<|im_start|><|im_end|>") == [1, 2]
-    assert smollm2.eos_ids == (2, 0) and smollm2.bos_id == 1 and not smollm2.expects_bos
-    assert smollm2.decode([0], skip_special=False) == "<|endoftext|>"
-    assert smollm2.has_chat_template
-    text = "Ann has 1234 coins.\n\n12 + 7 = 19, so it's   €5 — naïve 😀"
-    assert smollm2.decode(smollm2.encode(text)) == text
-    assert smollm2.decode([*smollm2.encode("ok"), 50_000]) == "ok"
-    smollm2.save(tmp_path)
-    assert load_tokenizer(str(tmp_path)).encode(text) == smollm2.encode(text)
 
 
 def saved_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
@@ -224,12 +197,12 @@ def test_saving_a_loaded_tokenizer_writes_identical_files(tmp_path: Path, source
     assert {"is_local", "local_files_only"}.isdisjoint(json.loads(first["tokenizer_config.json"]))
 
 
-def test_slow_tokenizers_are_rejected() -> None:
-    class Slow:
-        is_fast = False
-
+@pytest.mark.parametrize("words", [[], ["two words"], [""], ["a<eos>"]])
+def test_invalid_tokenizers_are_rejected(words: list[str]) -> None:
+    with pytest.raises(UserError, match="word"):
+        word_tokenizer(words)
     with pytest.raises(UserError, match=r"tokenizer\.json"):
-        Tokenizer(Slow())
+        Tokenizer(SimpleNamespace(is_fast=False))
 
 
 WORDS = ["Ann", "has", "coins", ".", "How", "many", "?", "+", "-", "=", ";", "####", *map(str, range(41))]
@@ -265,24 +238,13 @@ def test_words_round_trip_with_single_spaces(pairs: list[tuple[str, str]]) -> No
     assert WORD.decode(ids) == " ".join(text.split())
 
 
-def test_sizes_and_special_tokens() -> None:
-    assert CHAR.vocab_size == 97 + 8
-    assert WORD.vocab_size == len(WORDS) + 8
-    for tokenizer in (CHAR, WORD):
-        assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_ids) == (0, 1, (2,))
-        assert tokenizer.has_chat_template and not tokenizer.expects_bos
-        assert tokenizer.decode([tokenizer.pad_id, 1, *tokenizer.eos_ids]) == ""
-
-
-def test_builtin_chat_template_adds_two_tokens() -> None:
-    question = "How many coins ?"
-    for tokenizer in (CHAR, WORD):
-        text = tokenizer.chat_text([{"role": "user", "content": question}], open_reply=True)
-        assert len(tokenizer.encode(text)) == len(tokenizer.encode(question)) + 2
-
-
 @pytest.mark.parametrize("tokenizer", [CHAR, WORD], ids=["char", "word"])
 def test_saved_tokenizer_loads_in_transformers(tokenizer: Tokenizer, tmp_path) -> None:
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_ids) == (0, 1, (2,)) and not tokenizer.expects_bos
+    assert tokenizer.decode([tokenizer.pad_id, 1, *tokenizer.eos_ids]) == ""
+    question = "How many coins ?"
+    opened = tokenizer.chat_text([{"role": "user", "content": question}], open_reply=True)
+    assert len(tokenizer.encode(opened)) == len(tokenizer.encode(question)) + 2
     tokenizer.save(tmp_path)
     reloaded, plain = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
     text = "Ann has 7 coins .\n####  12 unheard-of <eos>"
@@ -295,9 +257,3 @@ def test_saved_tokenizer_loads_in_transformers(tokenizer: Tokenizer, tmp_path) -
     assert chat == tokenizer.encode(rendered)
     for name in ("vocab_size", "eos_ids", "bos_id", "pad_id", "special_ids"):
         assert getattr(reloaded, name) == getattr(tokenizer, name)
-
-
-@pytest.mark.parametrize("words", [[], ["two words"], [""], ["a<eos>"]])
-def test_invalid_words_are_rejected(words: list[str]) -> None:
-    with pytest.raises(UserError):
-        word_tokenizer(words)

@@ -37,7 +37,7 @@ from assay.rollout import Collector
 from assay.runs.console import Console
 from assay.system.awaiting import resolve
 from assay.tasks import Task
-from assay.tasks.judging import build_judge_pool
+from assay.tasks.registry import build_judge_pool
 from assay.training.learner.learner import Learner, solution_rows
 from assay.training.parallel import start_mesh
 from assay.training.reference import load_reference

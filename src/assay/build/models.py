@@ -36,13 +36,13 @@ from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_mod
 from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
 from assay.models.load import check_model_folder, empty_model, has_weights
-from assay.rewards.importing import load_object
+from assay.rewards.functions import load_object
 from assay.rollout import Collector, Limits
 from assay.rollout.episodes import check_history
 from assay.runs.console import Console, count
 from assay.runs.resolve import load_resolved, resolve_model
 from assay.tasks import Task
-from assay.tasks.judging import build_judge_pool
+from assay.tasks.registry import build_judge_pool
 from assay.text import Renderer, Tokenizer, char_tokenizer, load_tokenizer, word_tokenizer
 from assay.text.render import MessageRenderer, few_shot_from_prompts, load_few_shot, read_text_file
 from assay.training.progress import Stopping

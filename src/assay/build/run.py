@@ -49,7 +49,7 @@ from assay.runs.console import Console
 from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
 from assay.tasks.base import NoSuchSplit, prompts_of
-from assay.tasks.judging import build_judge_pool
+from assay.tasks.registry import build_judge_pool
 from assay.text import Renderer, Tokenizer
 from assay.training import checkpoint
 from assay.training.async_source import AsyncSource

@@ -21,7 +21,7 @@ from assay.rewards import Judging
 from assay.rollout import Collector, request_seed
 from assay.tasks import SPLITS, Task
 from assay.tasks.base import ALL, UNLIMITED, prompts_of
-from assay.tasks.judging import build_judge_pool
+from assay.tasks.registry import build_judge_pool
 from assay.types import Finish, Message, Prompt, Status, UserError, plural, unknown_name
 
 INPUT_PROMPT = "> "

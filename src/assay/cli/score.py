@@ -84,7 +84,7 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from assay.tasks import make_task
-    from assay.tasks.judging import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
+    from assay.tasks.registry import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
     from assay.tasks.sources import read_rows
 
     started = time.perf_counter()

@@ -84,7 +84,7 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) ->
 
 
 def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
-    from assay.rewards.reward_model_worker import RewardModelProcess
+    from assay.rewards.reward_model import RewardModelProcess
     from assay.server.classify import serve_classifier
 
     process, name = RewardModelProcess(model, cfg.device, True, cfg.engine.dtype, cfg.threads), cfg.http.name or model

@@ -238,7 +238,7 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
         return f"renamed settings {source_of(former[0], file, overrides)}: {names}"
     # An engine that cannot train first: its section is then unknown, too. Then misspelt keys.
     urgent = ["cannot_train", "extra_forbidden"]
-    problems = sorted(error.errors(), key=lambda one: urgent.index(one["type"]) if one["type"] in urgent else 2)
+    problems = sorted(error.errors(), key=lambda entry: urgent.index(entry["type"]) if entry["type"] in urgent else 2)
     first = problems[0]
     path = [str(part) for part in first["loc"]]
     while path and path[0].startswith("function-"):
@@ -317,12 +317,12 @@ def explain_foreign(key: str, known: Collection[str]) -> str | None:
     are missing in front, as in `rollout.n`, unless the rest is also the name of one of our keys. An equivalent that
     is not among the `known` keys of the command does not count.
     """
-    own = {name.rpartition(".")[2] for name in known}
+    last_parts = {name.rpartition(".")[2] for name in known}
     parts = key.lower().replace("-", "_").split(".")
     for start in range(len(parts)):
         wanted = ".".join(parts[start:])
         exact = [row for row in equivalents() if row.name == wanted]
-        partial = [row for row in equivalents() if row.name.endswith(f".{wanted}") and wanted not in own]
+        partial = [row for row in equivalents() if row.name.endswith(f".{wanted}") and wanted not in last_parts]
         for row in (exact + partial)[:1]:
             return describe(row, parts[0] if start else "", known)
     return None

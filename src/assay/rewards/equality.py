@@ -69,16 +69,12 @@ _UNDECLARED = re.compile(r"(?<![A-Za-z\\])[jklmn](?![A-Za-z])")
 NOT_EVALUATED = "the gold answer is a number, the answer is an expression that is not evaluated"
 
 
-def equal(answer: str, gold: str, strict: bool = True) -> bool:
-    """Return whether two answers are equal. Raises Unreadable (or UnreadableGold) if one cannot be read.
-
-    Strict: if the gold answer is a number, the answer must be one too. Otherwise an expression of that value counts.
-    """
-    return compare(answer, gold, strict)[0]
-
-
 def compare(answer: str, gold: str, strict: bool = True) -> tuple[bool, str]:
-    """Return what `equal` returns, and the reason if the answer is rejected for its form."""
+    """Return whether two answers are equal, and the reason if the answer is rejected for its form.
+
+    Raises Unreadable (or UnreadableGold) if one cannot be read. Strict: if the gold answer is a number, the answer must
+    be one too. Otherwise an expression of that value counts.
+    """
     if len(answer) > MAX_ANSWER_CHARS:
         raise Unreadable(f"the answer is longer than {MAX_ANSWER_CHARS} characters")
     answer, gold = tidy(answer), tidy(gold)

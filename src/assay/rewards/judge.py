@@ -211,7 +211,7 @@ class RewardMix(SeveralJudges):
         failed = verdict.status in (Status.TIMEOUT, Status.ERROR)
         parts["accuracy"] = self._accuracy(verdict)
         parts["format"] = 0.0 if failed else self._format(verdict, completion)
-        parts["length"] = 0.0 if failed else length_score(completion, self.target_length)
+        parts["length"] = 0.0 if failed else min(1.0, max(0.0, 2.0 - len(completion) / self.target_length))
         reward = self.accuracy * parts["accuracy"] + self.format * parts["format"] + self.length * parts["length"]
         return Verdict(reward, verdict.status, verdict.parsed, parts, verdict.detail)
 
@@ -226,11 +226,6 @@ class RewardMix(SeveralJudges):
         if self.format_pattern is not None:
             return float(_compiled(self.format_pattern).search(completion) is not None)
         return verdict.parts.get("format", float(verdict.status in (Status.OK, Status.WRONG)))
-
-
-def length_score(completion: str, target_length: int) -> float:
-    """Return 1 up to the target, 0 from twice the target on, linear in between."""
-    return min(1.0, max(0.0, 2.0 - len(completion) / target_length))
 
 
 @lru_cache(maxsize=32)

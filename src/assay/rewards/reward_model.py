@@ -1,28 +1,33 @@
 """A reward model as judge: a sequence-classification model, in a process of its own or behind an endpoint.
 
-It reads the conversation with the answer as the last message, and has one output per label.
+It reads the conversation with the answer as the last message, and has one output per label. `RewardModelProcess` starts
+this module as a child process, so that the process that asks needs no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from assay.config import JudgeConfig
 from assay.rewards.model_judge import ModelJudge, ReplyCache, is_finite_number, question_of
 from assay.rewards.pool import Item, JudgeModel, JudgeReport
-from assay.rewards.reward_model_worker import RewardModelProcess
+from assay.system.model_files import check_model_files
 from assay.system.openai_client import Endpoint, EndpointError, Usage
-from assay.system.spawn import WorkerDied, exit_reason
-from assay.types import Status, UserError, Verdict
+from assay.system.spawn import RemoteWorker, WorkerDied, exit_reason, serve
+from assay.types import Status, UserError, Verdict, describe_error, excerpt
 
 AT_ONCE = 256  # conversations per call of the process, between which progress is reported
 PATHS = {"classify": "/classify", "pooling": "/pooling", "sglang": "/classify"}
-Conversation = list[dict[str, str]]
-Outputs = list[float] | Verdict  # the outputs of the model, or the verdict on a conversation without
+Conversation = Sequence[Mapping[str, Any]]  # messages; the last is the answer
+ModelInput = Conversation | str | Sequence[int]  # a conversation, a text, or token ids
+Failed = str  # why there are no outputs
+Outputs = list[float] | Failed
+Result = list[float] | Verdict  # the outputs of the model, or the verdict on a conversation without
 
 
 def make_model_judge(cfg: JudgeConfig) -> JudgeModel:
@@ -67,7 +72,7 @@ class RewardModelJudge(JudgeModel):
         keys = [str(conversation) for conversation in conversations]
         different = dict(zip(keys, conversations, strict=True))
         stored = {key: self._stored(conversation) for key, conversation in different.items()}
-        known: dict[str, Outputs] = {key: outputs for key, outputs in stored.items() if outputs is not None}
+        known: dict[str, Result] = {key: outputs for key, outputs in stored.items() if outputs is not None}
         wanted = {key: conversation for key, conversation in different.items() if key not in known}
         self.cached += sum(key in known for key in keys)
         if report is not None:
@@ -83,7 +88,7 @@ class RewardModelJudge(JudgeModel):
                 report(sum(key in known for key in keys), len(items))
         return [self._verdict(known[key]) for key in keys]
 
-    def _verdict(self, outputs: Outputs) -> Verdict:
+    def _verdict(self, outputs: Result) -> Verdict:
         if isinstance(outputs, Verdict):
             return Verdict(outputs.reward, outputs.status, detail=outputs.detail)
         try:
@@ -104,13 +109,13 @@ class RewardModelJudge(JudgeModel):
         reply = self.cache.get(self._request(conversation)) if self.cache is not None else None
         return reply["outputs"] if reply is not None else None
 
-    def _store(self, conversation: Conversation, outputs: Outputs) -> None:
+    def _store(self, conversation: Conversation, outputs: Result) -> None:
         if self.cache is not None and is_outputs(outputs):
             self.cache.put(self._request(conversation), {"outputs": outputs})
 
     # -- outputs of a model in a process, or behind an endpoint
 
-    def _outputs(self, conversations: Sequence[Conversation]) -> list[Outputs]:
+    def _outputs(self, conversations: Sequence[Conversation]) -> list[Result]:
         try:
             if self.endpoint is not None:
                 return self._from_endpoint(conversations)
@@ -131,11 +136,11 @@ class RewardModelJudge(JudgeModel):
             advice = "give a folder or a hub id, or set judge.url to the server of the model"
             raise UserError(f"{setting}: {error}: {advice}") from None
 
-    def _from_endpoint(self, conversations: Sequence[Conversation]) -> list[Outputs]:
+    def _from_endpoint(self, conversations: Sequence[Conversation]) -> list[Result]:
         assert self.endpoint is not None
         tokens = self._call("render", conversations) if self.cfg.tokenizer else [None] * len(conversations)
 
-        async def send_all() -> list[Outputs]:
+        async def send_all() -> list[Result]:
             return list(await asyncio.gather(*map(self._send, conversations, tokens)))
 
         return self.endpoint.loop.call(send_all())
@@ -147,7 +152,7 @@ class RewardModelJudge(JudgeModel):
         content = {"messages": conversation} if ids is None else {"input": ids}
         return body | content | {"use_activation": False}  # the outputs themselves, not probabilities
 
-    async def _send(self, conversation: Conversation, ids: list[int] | str | None) -> Outputs:
+    async def _send(self, conversation: Conversation, ids: list[int] | str | None) -> Result:
         """`ids`: token ids, or why there are none; None: send the messages."""
         assert self.endpoint is not None
         if isinstance(ids, str):
@@ -229,3 +234,194 @@ def local_identity(source: str) -> dict[str, Any]:
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     stats = [(file.name, file.stat()) for file in files]
     return {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}
+
+
+class RewardModelProcess:
+    """The process, as another one sees it. It starts with the first call, and again after it has died."""
+
+    def __init__(
+        self, source: str, device: str, with_model: bool = True, dtype: str = "auto", threads: int = 0
+    ) -> None:
+        self._load = (source, device, with_model, dtype)
+        self._environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        self.worker: RemoteWorker | None = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method of `RewardModelWorker`; raises `WorkerDied` if the process ends instead."""
+        if self.worker is None:
+            self.worker = self._start()
+        try:
+            return self.worker.call(method, *arguments)
+        except WorkerDied:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    def _start(self) -> RemoteWorker:
+        worker = RemoteWorker(__name__, environment=os.environ | self._environment)
+        try:
+            worker.call("load", *self._load)
+        except BaseException:
+            worker.close()
+            raise
+        return worker
+
+
+class RewardModelWorker:
+    """Methods are called by name, `load` first."""
+
+    model: Any = None
+    max_length = 0  # tokens; 0: no limit
+
+    def load(self, source: str, device: str, with_model: bool = True, dtype: str = "auto") -> None:
+        """Load the tokenizer and, unless it is not needed, the model."""
+        path = str(Path(source).expanduser()) if Path(source).expanduser().exists() else source
+        if Path(path).is_dir():
+            check_model_files(Path(path))
+        try:
+            self.tokenizer: Any = load_tokenizer(path)
+            if with_model:
+                self._load_model(path, device, dtype)
+        except Exception as error:  # a damaged file can raise any error in transformers
+            what = "classification model" if with_model else "tokenizer"
+            raise UserError(f"'{source}' cannot be loaded as a {what} ({describe_error(error)})") from None
+
+    def _load_model(self, path: str, device: str, dtype: str) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        name = ("bfloat16" if chosen.type == "cuda" else "float32") if dtype == "auto" else dtype
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=getattr(torch, name), use_safetensors=True, output_loading_info=True
+        )
+        self.model, info = loaded
+        if missing := sorted(info["missing_keys"]):  # a language model has no head for scores
+            raise ValueError(f"it lacks the weights {', '.join(missing[:3])}")
+        self.model.to(chosen).eval()
+        config = self.model.config.get_text_config()
+        self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0)
+        self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
+        self.pads = config.pad_token_id is not None  # else a batch has one sequence: transformers finds no last token
+
+    def info(self) -> dict[str, Any]:
+        """Properties of the model that a server reports."""
+        config = self.model.config
+        labels = [str(config.id2label.get(index, index)) for index in range(config.num_labels)]
+        where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
+        return {
+            "labels": labels,
+            "activation": activation_of(config.problem_type, len(labels)),
+            "max_length": self.max_length,
+            "parameters": self.model.num_parameters(),
+            "where": where,
+        }
+
+    def render(self, conversations: Sequence[Conversation]) -> list[list[int] | Failed]:
+        """Token ids: by the chat template, or question and answer as a pair if the tokenizer has none."""
+        return [problem or ids for ids, problem in map(self._encode, conversations)]
+
+    def _encode(self, item: ModelInput) -> tuple[list[int], Failed]:
+        """Token ids, and why they could not be computed."""
+        try:
+            return self._ids(item), ""
+        except Exception as error:  # a chat template can raise any error
+            return [], f"the chat template rejects the messages ({excerpt(str(error))})"
+
+    def _ids(self, item: ModelInput) -> list[int]:
+        if isinstance(item, str):
+            return list(self.tokenizer(item)["input_ids"])
+        if not all(isinstance(part, Mapping) for part in item):
+            return list(item)  # type: ignore[arg-type]
+        messages: list[dict[str, str]] = list(map(dict, item))  # type: ignore[arg-type]
+        if getattr(self.tokenizer, "chat_template", None):
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        question = "\n\n".join(message["content"] for message in messages[:-1])
+        return list(self.tokenizer(question, messages[-1]["content"])["input_ids"])
+
+    def outputs(self, conversations: Sequence[Conversation], batch_tokens: int) -> list[Outputs]:
+        """The model's outputs, one number per label, in order."""
+        return [outputs for outputs, _ in self.classify(conversations, batch_tokens)]
+
+    def classify(
+        self, items: Sequence[ModelInput], batch_tokens: int, max_tokens: int = 0
+    ) -> list[tuple[Outputs, int]]:
+        """The model's outputs and the number of tokens of each item, in order. `max_tokens`: per item; 0: no limit."""
+        encoded = [self._encode(item) for item in items]
+        longest = min((limit for limit in (self.max_length, max_tokens) if limit), default=0)
+        results: list[Outputs] = [problem or self._problem(ids, longest) for ids, problem in encoded]
+        good = {index: ids for index, (ids, _) in enumerate(encoded) if not results[index]}
+        for batch in self._batches(good, batch_tokens):
+            for index, values in zip(batch, self._compute([good[index] for index in batch]), strict=True):
+                results[index] = values
+        return [(result, len(ids)) for result, (ids, _) in zip(results, encoded, strict=True)]
+
+    def _problem(self, ids: Sequence[int], longest: int) -> Failed:
+        """Why the model cannot read these tokens; empty if it can."""
+        if not ids:
+            return "the input has no tokens"
+        if longest and len(ids) > longest:
+            return f"the input has {len(ids)} tokens; the maximum is {longest}"
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            return f"a token id is outside the vocabulary of {self.vocab_size}"
+        return ""
+
+    def _batches(self, sequences: Mapping[int, Sequence[int]], batch_tokens: int) -> Iterator[list[int]]:
+        """Indices of sequences of similar length: at most `batch_tokens` with padding, or a single one."""
+        batch: list[int] = []
+        for index in sorted(sequences, key=lambda index: len(sequences[index])):
+            if batch and (len(sequences[index]) * (len(batch) + 1) > batch_tokens or not self.pads):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def _compute(self, sequences: Sequence[Sequence[int]]) -> list[Outputs]:
+        """The logits of a batch; halved if it does not fit into memory."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        try:
+            with torch.inference_mode():
+                pad_id = self.model.config.get_text_config().pad_token_id or 0
+                rows = [torch.tensor(sequence, device=self.model.device) for sequence in sequences]
+                ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
+                mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+                logits = self.model(input_ids=ids, attention_mask=mask).logits
+                return logits.float().cpu().tolist()
+        except torch.OutOfMemoryError:
+            if len(sequences) == 1:
+                return [f"there is not enough memory for {len(sequences[0])} tokens"]
+        half = len(sequences) // 2
+        return self._compute(sequences[:half]) + self._compute(sequences[half:])
+
+
+def activation_of(problem_type: str | None, labels: int) -> str:
+    """How outputs become probabilities, as in vLLM: by the kind of problem that the model was trained for."""
+    if problem_type == "regression":
+        return "identity"
+    return "sigmoid" if problem_type == "multi_label_classification" or labels == 1 else "softmax"
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer as stored in tokenizer.json; transformers would choose a class by the type of the model."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not Path(path).is_dir() or (Path(path) / "tokenizer.json").is_file():
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        except (OSError, ValueError):  # a hub id without tokenizer.json
+            pass
+    return AutoTokenizer.from_pretrained(path)
+
+
+def main() -> None:
+    serve(RewardModelWorker())

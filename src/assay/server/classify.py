@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from assay.config import HttpConfig
 from assay.engine.base import EngineLoad
-from assay.rewards.reward_model_worker import Item, Outputs, RewardModelProcess
+from assay.rewards.reward_model import ModelInput, Outputs, RewardModelProcess
 from assay.server.app import unsupported, with_common_routes
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
 from assay.server.server import make_http_server, nothing
@@ -41,7 +41,7 @@ class SequenceBatches:
     def __init__(self, process: RewardModelProcess, max_tokens: int = 0) -> None:
         """`max_tokens`: per sequence; 0: what the model allows."""
         self._process, self._max_tokens = process, max_tokens
-        self._waiting: list[tuple[list[Item], asyncio.Future[list[Result]]]] = []
+        self._waiting: list[tuple[list[ModelInput], asyncio.Future[list[Result]]]] = []
         self._task: asyncio.Task[None] | None = None
         self._running = 0  # sequences that are being computed
 
@@ -49,7 +49,7 @@ class SequenceBatches:
     def load(self) -> EngineLoad:
         return EngineLoad(self._running, len(self._waiting))
 
-    async def submit(self, items: list[Item]) -> list[Result]:
+    async def submit(self, items: list[ModelInput]) -> list[Result]:
         """Returns one result per item. Raises `ApiError` if the process of the model fails."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Result]] = loop.create_future()
@@ -83,7 +83,7 @@ class SequenceBatches:
                     future.set_result(outcome)
         self._running, self._task = 0, None
 
-    def _take(self) -> list[tuple[list[Item], asyncio.Future[list[Result]]]]:
+    def _take(self) -> list[tuple[list[ModelInput], asyncio.Future[list[Result]]]]:
         """The requests that have waited longest: at least one, with `AT_ONCE` sequences if there are as many."""
         count = size = 0
         while count < len(self._waiting) and size < AT_ONCE:
@@ -114,7 +114,7 @@ class ClassifyService(HttpService):
     async def state(self) -> tuple[EngineLoad, int]:
         return self.batches.load, 0
 
-    def parse_body(self, tree: Mapping[str, Any]) -> tuple[list[Item], bool]:
+    def parse_body(self, tree: Mapping[str, Any]) -> tuple[list[ModelInput], bool]:
         """The items, and whether to return probabilities instead of the outputs of the model."""
         fields = Fields(tree)
         fields.check_known(FIELDS)
@@ -123,7 +123,9 @@ class ClassifyService(HttpService):
         if len(given) != 1:
             raise ApiError(400, "give either 'input' or 'messages'", "input")
         one_chat = given == ["messages"]
-        items: Sequence[Item] = [parse_messages(tree["messages"])] if one_chat else parse_inputs(tree["input"], "input")
+        items: Sequence[ModelInput] = (
+            [parse_messages(tree["messages"])] if one_chat else parse_inputs(tree["input"], "input")
+        )
         if len(items) > self.cfg.max_samples:
             raise ApiError(400, f"more than {self.cfg.max_samples} inputs: send fewer per request", "input")
         return list(items), fields.get("use_activation", bool, True)

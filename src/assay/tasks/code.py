@@ -259,8 +259,8 @@ class StoredCode(RowTask):
     def __init__(
         self, source: Source, form: str, instruction: str, shown_tests: int, val_size: int | None, seed: int
     ) -> None:
-        super().__init__(source, val_size, seed)
-        self.form, self.instruction, self.shown_tests = form, instruction, shown_tests
+        super().__init__(source, val_size, seed, instruction)
+        self.form, self.shown_tests = form, shown_tests
 
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
         layouts = {"tests": self._assay, "test_list": self._mbpp, "entry_point": self._humaneval}

@@ -11,7 +11,7 @@ from operator import add, mul, sub
 from typing import Any
 
 from assay.tasks.base import UNLIMITED, GeneratedTask, rng_for, split_of
-from assay.tasks.sources import DataRow, RowTask, Source, open_source, row_messages, user_message
+from assay.tasks.sources import DataRow, RowTask, open_source, row_messages, user_message
 from assay.types import Prompt, UserError
 
 INSTRUCTION = (
@@ -62,7 +62,7 @@ class Countdown(GeneratedTask):
         if self.tries < 0:
             raise UserError("countdown: tries must be at least 0")
         if self.path is not None:
-            self.stored = StoredCountdown(open_source(self.path), self.instruction, self.val_size, self.seed)
+            self.stored = StoredCountdown(open_source(self.path), self.val_size, self.seed, self.instruction)
             self.has_all = self.stored.has_all
 
     def problem(self, split: str, index: int) -> Prompt:
@@ -124,10 +124,6 @@ class StoredCountdown(RowTask):
 
     name = "countdown"
 
-    def __init__(self, source: Source, instruction: str, val_size: int | None, seed: int) -> None:
-        super().__init__(source, val_size, seed)
-        self.instruction = instruction
-
     def to_prompt(self, row: DataRow, split: str) -> Prompt:
         nums, target = row.column("nums", "numbers"), row.column("target")
         if not isinstance(nums, list) or not nums or not all(type(number) is int for number in nums):
@@ -153,12 +149,8 @@ def worked_solution(term: Term, failures: Sequence[Term] | None = None) -> str:
     lines = list(term.equations)
     if failures is not None:
         lines = [f"{', '.join(failure.equations)}, no" for failure in failures] + [f"{', '.join(term.equations)}, yes"]
-    return "\n".join(["<think>", *lines, "</think>", f"<answer>{unwrap(term.text)}</answer>"])
-
-
-def unwrap(text: str) -> str:
-    """Remove the outermost parentheses, which `join` adds."""
-    return text[1:-1] if text.startswith("(") else text
+    expression = term.text[1:-1] if term.text.startswith("(") else term.text  # without the parentheses of `join`
+    return "\n".join(["<think>", *lines, "</think>", f"<answer>{expression}</answer>"])
 
 
 def calculate(a: Value, operation: str, b: Value) -> Value | None:

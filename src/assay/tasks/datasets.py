@@ -274,8 +274,7 @@ class Jsonl(RowTask):
         manifest = manifest_of(path)  # of prepared files, which says how they are judged
         if ":" in str(manifest.get("judge", "")):
             raise UserError(f"the manifest of {path} names code as judge: to use it, set task.args.judge")
-        super().__init__(self._open(path), val_size, seed)
-        self.instruction = instruction
+        super().__init__(self._open(path), val_size, seed, instruction)
         self.question_columns = (question_column,) if question_column else QUESTION_COLUMNS
         self.answer_columns = (answer_column,) if answer_column else ANSWER_COLUMNS
         self.solution_column = solution_column

@@ -278,8 +278,8 @@ PREPARED_COLUMNS = ("id", "question", "messages", "answer", "solution")
 class RowTask(Task):
     """A task with one prompt per row. A single file or list is split into train, validation and test."""
 
-    def __init__(self, source: Source, val_size: int | None = None, seed: int = 0) -> None:
-        self.source, self.has_all = source, source.whole
+    def __init__(self, source: Source, val_size: int | None = None, seed: int = 0, instruction: str = "") -> None:
+        self.source, self.has_all, self.instruction = source, source.whole, instruction
         self.val_size = val_size  # None: 500, or a tenth of fewer than 5,000 rows
         self.seed = seed
         self._cache: dict[str, list[Prompt]] = {}

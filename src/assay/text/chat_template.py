@@ -17,6 +17,7 @@ from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from assay.types import Message, UserError
 
@@ -121,9 +122,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self.checked(super().call_binop(context, operator, left, right))
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        for loop in source.find_all(nodes.For):
-            loop.iter = as_filter(loop.iter, LOOP)
-        replace_concatenations(source)
+        InsertLimits().visit(source)
         source.set_environment(self)
         return super()._generate(source, *args, **kwargs)
 
@@ -191,17 +190,17 @@ def limited_filter(environment: LimitedEnvironment, name: str, function: Callabl
     return limited
 
 
-def replace_concatenations(tree: nodes.Node) -> None:
-    """Replace each `a ~ b` by a filter that checks the size."""
-    for field, value in tree.iter_fields():
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, nodes.Node):
-                replace_concatenations(child)
-        setattr(tree, field, [joined(child) for child in value] if isinstance(value, list) else joined(value))
+class InsertLimits(NodeTransformer):
+    """Counts the items of each loop, and replaces each `a ~ b` by a filter that checks the size."""
 
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = as_filter(node.iter, LOOP)
+        return node
 
-def joined(node: Any) -> Any:
-    return as_filter(nodes.List(node.nodes, lineno=node.lineno), JOIN) if isinstance(node, nodes.Concat) else node
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return as_filter(nodes.List(node.nodes, lineno=node.lineno), JOIN)
 
 
 def as_filter(node: nodes.Node, name: str) -> nodes.Filter:

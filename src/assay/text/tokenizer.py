@@ -370,6 +370,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
             _number(file, "<Q")  # number of tensors
             pairs = _number(file, "<Q")
             return {_string(file): _value(file, _number(file, "<I")) for _ in range(pairs)}
+    except UserError:
+        raise
     except (struct.error, KeyError, ValueError, OSError, OverflowError, MemoryError, RecursionError) as error:
         raise UserError(f'"{path}" is damaged: its GGUF header cannot be read') from error
 

@@ -10,7 +10,7 @@ from stub_endpoint import stub_endpoint
 
 from assay.config import JudgeConfig, RewardConfig
 from assay.tasks import make_task
-from assay.tasks.judging import build_judge, build_judge_pool
+from assay.tasks.registry import build_judge, build_judge_pool
 from assay.types import UserError
 
 TASK = make_task("abacus")
@@ -31,13 +31,8 @@ def test_several_reward_functions_are_named_in_the_parts_of_a_verdict(tmp_path: 
     assert verdict.reward == 2 * 0.5 + 0.5 + 1.0 + 3.0
     assert {"first.reward": 0.5, "second.reward": 0.5, "task": 1.0, "other": 1.0}.items() <= verdict.parts.items()
     assert not verdict.correct  # as the first function says
-
-
-def test_one_reward_function_is_not_a_sum(tmp_path: Path) -> None:
-    first, _ = write_rewards(tmp_path)
     assert "reward" not in build_judge(RewardConfig(function=f"{first}:reward"), TASK)("#### 7", "7", {}).parts
     assert "reward" in build_judge(RewardConfig(functions=[f"{first}:reward"]), TASK)("#### 7", "7", {}).parts
-    assert build_judge(RewardConfig(), TASK)("#### 7", "7", {}).reward == 1.0
 
 
 @pytest.mark.parametrize(
