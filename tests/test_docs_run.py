@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -211,30 +210,3 @@ def test_env_play_of_a_page_rewards_a_perfect_player(
     monkeypatch.setattr(sys, "stdin", player)
     assert main(command(page, "env play")) == 0
     assert "--- return: 1 of 1" in player.printed
-
-
-@pytest.mark.slow
-def test_bench_episodes_compares_both_modes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = command("environments.md", "bench episodes --episodes 2048")
-    assert main(words) == 0, capsys.readouterr().err
-    rounds, own = json.loads((folder / "figures.json").read_text())["rows"]
-    assert own["decode_steps"] < rounds["decode_steps"] and own["same_as_in_rounds"] >= 2040  # rounding
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_bench_episodes_on_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command("environments.md", "bench episodes --shape 0.5b")) == 0, capsys.readouterr().err
-    rounds, own = json.loads((folder / "figures.json").read_text())["rows"]
-    assert own["decode_steps"] < rounds["decode_steps"]
-
-
-@pytest.mark.slow
-def test_a_warm_start_alone_and_training_from_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = block("algorithms.md", "bash", "assay sft").splitlines()
-    for line in lines:
-        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
-    summaries = [json.loads((folder / "runs" / n / "summary.json").read_text()) for n in ("my_task-sft", "my_task")]
-    assert len(lines) == 2 and summaries[0]["steps"] == 0 and summaries[1]["steps"] == 40
-    assert summaries[0]["after"]["accuracy"] > summaries[0]["before"]["accuracy"]
-    assert summaries[1]["before"]["accuracy"] == summaries[0]["after"]["accuracy"]  # the same model and problems

@@ -18,11 +18,9 @@ from assay.web.rollout import (
     FILE,
     RunTokenizer,
     cleaned,
-    context_spans,
     load_tokens,
     skip_reason,
     token_columns,
-    turns_of,
 )
 
 TURNS = [
@@ -75,19 +73,6 @@ def test_values_of_each_token() -> None:
 def test_arrays_that_do_not_match(changes: dict[str, np.ndarray]) -> None:
     with pytest.raises((ValueError, IndexError)):
         token_columns(arrays(**changes), 1, LINE)
-
-
-def test_turns() -> None:
-    assert context_spans(LINE) == [(0, 2), (3, 4)]
-    turns = turns_of(LINE, ["prompt", "tool says 3"])
-    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in turns] == [
-        ("context", "prompt", 2),
-        ("action", "a", 1),
-        ("context", "tool says 3", 1),
-        ("action", "b", 2),
-    ]
-    assert [turn["text"] for turn in turns_of(LINE, None)] == [None, "a", None, "b"]
-    assert turns_of({"text": "only", "length": 3}, None)[0]["text"] == "only"  # an evaluation
 
 
 def test_numbers_that_are_not_finite_are_none() -> None:
