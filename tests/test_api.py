@@ -121,19 +121,6 @@ def test_replay_without_ratio_changed_settings_and_several_processes_are_refused
         Classic(small.config, settings)
 
 
-@pytest.mark.slow
-def test_example_own_loop_trains_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(run, "draw_curves", lambda path: None)
-    example = runpy.run_path("examples/own_loop.py")
-    short = {"sft.steps": 20, "train.steps": 3, "eval.final_examples": 20, "eval.examples": 5}
-    trainer = example["Replayed"](settings={**example["SETTINGS"], **short, "runs_dir": str(tmp_path)}, quiet=True)
-    summary = trainer.run()
-    assert summary["steps"] == 3 and summary["after"]["n"] == 20
-    assert len(trainer.buffer) == 48 and "version 2: 16 groups" in trainer.buffer.summary(3)
-    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) <= 40
-
-
 def test_example_classic_loop_steps_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "draw_curves", lambda path: None)
     example = runpy.run_path(str(ROOT / "examples" / "classic_loop.py"))

@@ -79,9 +79,7 @@ def test_problems_in_training_and_evaluation_are_reported(run: Run) -> None:
 
 DAMAGE: dict[str, tuple[str, str]] = {
     "metrics": ("metrics.jsonl", '{"step": 3, "rew'),
-    "metrics of another kind": ("metrics.jsonl", '[1]\n{"step": "x"}\n'),
     "config": ("config.toml", "not toml ["),
-    "summary": ("summary.json", "{"),
     "summary of another kind": ("summary.json", '{"before": 3, "after": [], "paired": "x", "steps": null}'),
     "rollouts": ("rollouts/step-000006.jsonl", '{"prompt_id": 3}\nnot json\n{"messages": "text", "verdict": 7}\n'),
     "evaluation": ("evals/step-000000-before-test.jsonl", '\xff\n{"messages": [3]}\n'),

@@ -48,12 +48,6 @@ def test_a_run_is_found_by_name_and_by_path(target: str, tmp_path: Path, capsys:
     assert lines[2].startswith("  to do: ") and "reward.extract (now boxed)" in lines[2] and len(lines) == 3
 
 
-def test_a_run_without_causes_has_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path)
-    assert main(["doctor", "one"]) == 0
-    assert capsys.readouterr().out == "run one (stopped, 6 steps): no problems found\n"
-
-
 def test_notes_do_not_change_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_run(tmp_path)
     results = {"before": {"accuracy": 0.5, "n": 50}, "after": {"accuracy": 0.6, "n": 50}, "steps": 6}
@@ -155,15 +149,3 @@ def test_files_and_folders_without_permission_are_named(capsys: pytest.CaptureFi
                 assert main(["doctor", str(path)]) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert f"{denied} cannot be read (permission denied): run chmod -R u+rX {denied} if" in line
-
-
-def test_a_terminal_gets_lines_that_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from assay.cli import doctor
-
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(doctor.sys.stdout, "isatty", lambda: True, raising=False)
-    cause = doctor.Diagnosis("slow", "many words " * 30, "do this", "warning")
-    lines = list(doctor.report("run one", [cause]))
-    assert max(map(len, lines)) <= 60 and "\n".join(lines).count("many words") > 20

@@ -63,16 +63,6 @@ def test_eval_of_two_models_without_weights(problems: Path, capsys: pytest.Captu
     assert SECRET not in everything
 
 
-def test_eval_by_completions_with_few_shot_examples(problems: Path) -> None:
-    shots = problems.parent / "shots.jsonl"
-    shots.write_text(json.dumps({"question": "What is 1 + 1 ?", "solution": "#### 2"}) + "\n")
-    words = ("--reward.extract", "hash", "--openai.api", "completions", "--prompt.few_shot_file", str(shots))
-    with stub_endpoint(solves, key=SECRET) as server:
-        assert evaluate(server, problems, *words)[0]["accuracy"] == 1.0
-    assert server.requests[0]["prompt"].startswith("Question: What is 1 + 1 ?\nAnswer: #### 2\n\nQuestion: What is ")
-    assert not server.problems and server.requests[0]["stop"] == ["\nQuestion:"]
-
-
 def test_a_failed_request_is_a_status(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unlucky = {"id": "u", "prompt": "What is 13 + 4 ?", "answer": "17"}
     problems.write_text(problems.read_text() + json.dumps(unlucky) + "\n")

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -195,20 +194,6 @@ def test_truncate_after_deletes_lines_logged_after_the_checkpoint(run: Run) -> N
     assert (run.path / "metrics.jsonl").read_bytes() == saved
 
 
-def test_truncate_after_without_checkpoint_deletes_everything(run: Run) -> None:
-    run.truncate_after(-1)
-    assert run.read_metrics() == []
-    run.log(0, {"before/accuracy": 0.5})
-    with checkpoints.saving(run.path, 0) as folder:
-        (folder / "state.json").write_text("{}")
-    checkpoints.set_best(run.path, 0, 0.5)
-    run.write_summary({"steps": 0})
-    run.truncate_after(-1)
-    assert run.read_metrics() == checkpoints.steps(run.path) == []
-    assert run.read_summary() == {}
-    assert not (run.path / "checkpoints" / "best.json").exists()
-
-
 _HOLDER = """
 import sys, time
 from pathlib import Path
@@ -288,13 +273,6 @@ def test_a_crash_before_the_config_is_written_leaves_the_name_free(tmp_path: Pat
     run = Run.create(tmp_path, "demo", "seed = 2\n")
     assert run.name == "demo" and run.config_toml == "seed = 2\n"
     assert {path.name for path in run.path.iterdir()} == {".lock", "config.toml", "environment.json"}
-
-
-def test_concurrent_threads_create_different_runs(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(4) as threads:
-        runs = list(threads.map(lambda number: Run.create(tmp_path, "race", f"n = {number}\n"), range(4)))
-    assert {run.name for run in runs} == {"race", "race-2", "race-3", "race-4"}
-    assert sorted(run.config_toml for run in runs) == [f"n = {number}\n" for number in range(4)]
 
 
 def test_git_state_tells_whether_files_differ_from_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,6 @@ from assay.runs.reading import default_settings
 from assay.types import Group, Status
 from assay.web.report import (
     MAX_BYTES,
-    accuracy,
-    accuracy_intervals,
     digest,
     json_block,
     page,
@@ -189,15 +187,6 @@ def test_pipes_and_links_that_lead_out_of_the_run_are_not_read(tmp_path: Path, k
 def test_text_is_escaped_and_control_characters_are_visible() -> None:
     assert shown("<b> & \"x\" 'y'") == "&lt;b&gt; &amp; &quot;x&quot; &#x27;y&#x27;"
     assert shown("a\x1b[31m\u202eb") == "a␛[31m\\u202eb" and shown("\ud800") == "\ufffd" and shown(None) == ""
-
-
-def test_accuracies_have_their_interval_and_number_of_questions() -> None:
-    value, notes = accuracy({"accuracy": 0.915, "ci95": [0.9, 0.93], "n": 500})
-    assert value == "91.5 %"
-    assert [note.replace("\u00a0", " ") for note in notes] == ["95 % interval 90.0 to 93.0 %", "500 questions"]
-    assert accuracy({"accuracy": 0.5}) == ("50.0 %", []) and accuracy(None) == ("–", [])
-    rows = accuracy_intervals({"before": {"accuracy": 0.25, "ci95": [0.2, 0.3]}, "after": None})
-    assert rows == [{"label": "before", "value": 0.25, "low": 0.2, "high": 0.3}]
 
 
 def page_of(findings: Sequence[Mapping[str, Any]] = (), toml: str = "", **detail: Any) -> str:

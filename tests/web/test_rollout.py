@@ -162,12 +162,6 @@ def test_pieces_of_unknown_characters() -> None:
     assert {raw[3], raw[5], raw[7]} == {"E2", "AC", "FF"}
 
 
-def test_ids_beyond_the_vocabulary_have_no_text() -> None:
-    texts, _ = RunTokenizer(byte_level()).pieces([99_999, 5, 99_999])
-    assert len(texts) == 3 and texts[0] == texts[2] == ""
-    assert RunTokenizer(byte_level()).pieces([]) == ([], {})
-
-
 @pytest.mark.parametrize("tokenizer", [char_tokenizer(), word_tokenizer(["one", "two", "+"])], ids=["char", "word"])
 def test_tokenizers_of_presets(tokenizer: Any) -> None:
     ids = [4, *tokenizer.encode("one + two"), tokenizer.eos_id]

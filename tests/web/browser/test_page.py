@@ -132,17 +132,6 @@ def test_the_crosshair_shows_exact_values(tab: Tab, browser_runs: Path) -> None:
     assert shown == pytest.approx([100 * row[f"eval/{key}"] for key in ("accuracy", "low", "high")], abs=0.006)
 
 
-def test_smoothing_draws_an_average_over_the_raw_line(tab: Tab) -> None:
-    page = tab.open("#/run/small?smoothing=0.9")
-    chart = page.locator('[data-metric="reward/mean"]')
-    assert chart.locator(".raw").count() == 1
-    raw, smooth = chart.locator(".raw").get_attribute("d"), chart.locator(".curve").get_attribute("d")
-    assert raw != smooth
-    page.locator("input[name=smoothing]").fill("0")
-    assert chart.locator(".raw").count() == 0 and chart.locator(".curve").get_attribute("d") == raw
-    assert "smoothing=0" in page.url
-
-
 def test_prompts_have_the_pass_rates_of_the_files(tab: Tab, browser_runs: Path) -> None:
     page = tab.open("#/run/small/prompts")
     verdicts: dict[str, list[bool]] = defaultdict(list)
@@ -200,21 +189,6 @@ def test_filters_change_the_list_and_the_address(tab: Tab, browser_runs: Path) -
     tab.until("document.querySelector('.pager .count')?.innerText.includes('of 40')")
 
 
-def test_pages_of_rollouts(tab: Tab) -> None:
-    page = tab.open("#/run/small/rollouts")
-    assert len(rows(tab)) == 50 and tab.text(".pager .count") == "1 to 50 of 144 rollouts"
-    first = page.locator("main tbody tr").first.get_attribute("data-href")
-    page.get_by_role("button", name="Next").click()
-    tab.until("document.querySelector('.pager .count').innerText.startsWith('51')")
-    page.keyboard.press("n")
-    tab.until("document.querySelector('.pager .count').innerText.startsWith('101')")
-    assert len(rows(tab)) == 44 and "offset=100" in page.url
-    page.go_back()
-    page.go_back()
-    tab.until("document.querySelector('.pager .count')?.innerText.startsWith('1 ')")
-    assert page.locator("main tbody tr").first.get_attribute("data-href") == first
-
-
 def tip(tab: Tab) -> dict[str, str]:
     names, values = (tab.page.locator(f".token-tip {tag}").all_inner_texts() for tag in ("dt", "dd"))
     return dict(zip(names, values, strict=True))
@@ -261,40 +235,6 @@ def test_tokens_show_the_numbers_of_the_arrays(tab: Tab, browser_runs: Path) -> 
     assert line["text"] in re.sub(r" ?<\w+>", "", "".join(tokens.all_text_contents()))  # without special tokens
 
 
-def test_colors_of_tokens(tab: Tab, browser_runs: Path) -> None:
-    step, index = trained_rollout(browser_runs / "small")
-    page = tab.open(f"#/run/small/rollout/train/{step}/{index}")
-    page.locator(".token").first.wait_for()
-    options = page.locator("select[name=coloring] option").evaluate_all("options => options.map(one => one.value)")
-    assert {"engine", "trainer", "ratio", "advantage", "mask"} <= set(options)
-
-    def strengths() -> list[float]:
-        return page.locator(".token").evaluate_all(
-            "tokens => tokens.map(one => parseFloat(one.style.getPropertyValue('--strength')))"
-        )
-
-    engine = strengths()
-    sampled = page.locator(".segment.action .token").count()
-    assert engine[:-sampled] == [0.0] * (len(engine) - sampled) and max(engine[-sampled:]) > 30
-    page.locator("select[name=coloring]").select_option("mask")
-    assert strengths() == [0.0] * (len(engine) - sampled) + [90.0] * sampled
-    assert "color=mask" in page.url
-    page.reload()
-    page.locator(".token").first.wait_for()
-    assert page.locator("select[name=coloring]").input_value() == "mask"
-
-
-def test_a_group_shows_all_answers_side_by_side(tab: Tab, browser_runs: Path) -> None:
-    page = tab.open("#/run/small/group/3/1")
-    expected = [line for line in train_lines(browser_runs / "small")[3] if line["group"] == 1]
-    assert page.locator(".card > .text").all_inner_texts() == [line["text"] for line in expected]
-    advantages = [number(text) for text in page.locator(".card header .push span").all_inner_texts()]
-    assert advantages == pytest.approx([line["advantage"] for line in expected], rel=5e-3)
-    page.locator(".card a").nth(2).click()
-    page.locator(".token").first.wait_for()
-    assert page.url.partition("?")[0].endswith(f"/rollout/train/3/{1 * 4 + 2}")
-
-
 def test_changes_are_those_of_the_two_evaluations(tab: Tab, browser_runs: Path) -> None:
     lines = [lines_of(browser_runs / "small" / "evals" / f"{name}.jsonl") for name in (BEFORE, AFTER)]
     before, after = (np.array([line["verdict"]["status"] == "ok" for line in part]) for part in lines)
@@ -313,15 +253,6 @@ def test_changes_are_those_of_the_two_evaluations(tab: Tab, browser_runs: Path) 
     page.get_by_role("button", name="Lost").click()
     tab.until("location.hash.includes('show=lost')")
     tab.until(f"document.querySelectorAll('.pair').length === {(before & ~after).sum()}")
-
-
-def test_config_and_command(tab: Tab) -> None:
-    page = tab.open("#/run/small/config")
-    shown = {row[0]: row[1] for row in rows(tab)}
-    assert shown["optim.lr"] == "0.001" and shown["task.name"] == "abacus" and "versions.torch" in shown
-    assert page.locator(".command").inner_text().endswith("train small.toml")
-    page.get_by_placeholder("Search settings").fill("sampling.max_new")
-    tab.until("document.querySelectorAll('main .panel')[1].querySelectorAll('tbody tr').length === 1")
 
 
 def test_runs_are_compared(tab: Tab, browser_runs: Path) -> None:
@@ -509,15 +440,6 @@ def test_a_run_that_is_being_written_is_updated(open_tab: Callable[..., Tab], br
     shutil.rmtree(browser_runs / "growing")
 
 
-def test_a_new_run_appears_in_the_list(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
-    tab = open_tab()
-    tab.expected_statuses = {404}  # the page may ask for the curve of the run when it is deleted
-    assert tab.page.get_by_role("link", name="fresh").count() == 0
-    Run.create(browser_runs, "fresh", 'seed = 1\n[task]\nname = "abacus"\n').close()
-    tab.page.get_by_role("link", name="fresh").wait_for()
-    shutil.rmtree(browser_runs / "fresh")
-
-
 def test_a_lost_server_is_reported_and_found_again(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
     tab = open_tab()
     page = tab.open("#/run/small")
@@ -569,19 +491,6 @@ def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened
     page.keyboard.press("Escape")  # back to the list
     tab.until("document.querySelector('main tbody tr')")
     assert places(tab) == listed
-
-
-def test_the_first_and_the_last_of_a_list_have_one_neighbor(tab: Tab) -> None:
-    page = tab.open("#/run/small/rollout/train/2/0?step=2&color=advantage")
-    tab.until("document.querySelector('.head .push').textContent.includes('1 of 24')")  # the run is indexed
-    assert page.locator(".button", has_text="Previous").get_attribute("aria-disabled") == "true"
-    page.keyboard.press("j")
-    tab.until("location.hash == '#/run/small/rollout/train/2/1?step=2&color=advantage'")  # the coloring is kept
-    tab.open("#/run/small/rollout/train/2/23?step=2")
-    tab.until("document.querySelector('.head .push').textContent.includes('24 of 24')")
-    assert page.locator(".button", has_text="Next").get_attribute("aria-disabled") == "true"
-    tab.open("#/run/small/rollout/train/2/23?step=3")
-    assert "not in the list" in tab.text(".head .push")
 
 
 def test_skipped_batches_are_shown_as_not_trained(tab: Tab, browser_runs: Path) -> None:
