@@ -12,7 +12,7 @@ from metric_rows import steps
 from assay.checks import Diagnosis, diagnose_run
 from assay.checks.diagnosis import with_examples
 from assay.runs import Run
-from assay.runs.reading import RunFiles
+from assay.runs.directory import RunFiles
 from tests.checks.test_steps import WRONG
 
 NO_ANSWER = {"reward": 0.0, "status": "no_answer", "parsed": None, "parts": {}, "detail": "no \\boxed{...}"}

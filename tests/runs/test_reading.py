@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from assay.config import TrainConfig
-from assay.runs.reading import RunFiles, RunParts, default_settings, facts_of, flattened
+from assay.runs.directory import RunFiles, RunParts, default_settings, facts_of, flattened
 
 
 def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> None:

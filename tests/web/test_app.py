@@ -16,8 +16,7 @@ from starlette.testclient import TestClient
 from assay.runs import Run, write_rollouts
 from assay.system import http_server
 from assay.types import Group
-from assay.web.app import HEADERS, make_app
-from assay.web.library import Library
+from assay.web.app import HEADERS, Library, make_app
 
 TOKEN = "the-token-of-this-test"
 

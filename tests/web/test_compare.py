@@ -15,8 +15,8 @@ from assay.evals.report import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
 from assay.types import Group, Status
-from assay.web.compare import CompareQuery, compare, paired
-from assay.web.data import RunView, ViewError
+from assay.web.data import RunView, ViewError, compare
+from assay.web.table import CompareQuery, paired
 
 BEFORE, AFTER = "step-000000-before-test", "step-000005-after-test"
 

@@ -10,8 +10,8 @@ from permissions import public_folder, without_permission
 from web_parts import group_of, listed, make_run, standard_run
 
 from assay.runs import write_rollouts
+from assay.web.app import Indexer, Library
 from assay.web.data import RunView, ViewError
-from assay.web.library import Indexer, Library
 
 
 def test_runs_of_several_folders_have_different_ids(tmp_path: Path) -> None:

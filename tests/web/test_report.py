@@ -17,7 +17,7 @@ import pytest
 from web_parts import HOSTILE, answer, make_run, prompt_of, standard_run
 
 from assay.runs import Run, write_rollouts
-from assay.runs.reading import default_settings
+from assay.runs.directory import default_settings
 from assay.types import Group, Status
 from assay.web.report import (
     MAX_BYTES,

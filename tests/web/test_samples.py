@@ -9,7 +9,7 @@ from web_parts import answer, group_of, make_run, prompt_of, standard_run
 from assay.runs import write_rollouts
 from assay.types import Finish, Group, Status
 from assay.web.data import RunView
-from assay.web.samples import ReportLimits, cut, paired_facts, select_samples, shortened_tokens
+from assay.web.report import ReportLimits, cut, paired_facts, select_samples, shortened_tokens
 
 
 def test_every_kind_of_sample_is_found_with_its_number(tmp_path: Path) -> None:

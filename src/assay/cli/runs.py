@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from assay.runs.console import Console, duration, fraction, one_line, percent
 from assay.runs.curves import draw_comparison, draw_curves, points_of, shown_panels
-from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
+from assay.runs.directory import Run, RunFiles, access_problem, flattened, list_runs, setting, unreadable_folders
 from assay.runs.files import to_json
-from assay.runs.reading import RunFiles, flattened, setting
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError, plural
 
 if TYPE_CHECKING:
-    from assay.web.compare import Questions
+    from assay.web.table import Questions
 
 HELP = """List runs, show one, or compare several.
 
@@ -246,7 +245,7 @@ def final_comparisons(runs: Sequence[Run], names: Sequence[str]) -> list[dict[st
 
 
 def final_comparison(a: Questions | str, b: Questions | str) -> dict[str, Any]:
-    from assay.web.compare import Pairing
+    from assay.web.table import Pairing
 
     if isinstance(a, str) or isinstance(b, str):
         return {"problem": "; ".join(side for side in (a, b) if isinstance(side, str))}
@@ -255,9 +254,9 @@ def final_comparison(a: Questions | str, b: Questions | str) -> dict[str, Any]:
 
 def final_questions(run: Run, name: str) -> Questions | str:
     """The questions of the evaluation after training; a string says why there are none."""
-    from assay.web.compare import Questions
     from assay.web.folder import RunFolder
     from assay.web.index import place_of, read_file
+    from assay.web.table import Questions
 
     folder = RunFolder(run.path)
     files = [f"evals/{file}" for file in folder.names("evals")]

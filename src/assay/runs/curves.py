@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from assay.runs.console import FINAL_LABELS, finite, one_line
-from assay.runs.directory import Run, read_metrics
+from assay.runs.directory import Run, RunFiles, read_metrics
 from assay.runs.files import atomic_write, read_json
-from assay.runs.reading import RunFiles
 from assay.types import UserError, hide_credentials, missing_extra
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from typing import IO, Any
 import numpy as np
 
 from assay.checks.causes import FIRST
-from assay.runs.directory import is_locked, state_of
+from assay.runs.directory import RunParts, facts_of, is_locked, state_of
 from assay.runs.files import from_json, json_lines
-from assay.runs.reading import RunParts, facts_of
 from assay.types import describe_error, hide_credentials
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
@@ -185,7 +184,7 @@ class RunFolder:
         return RunParts(state, config, rows, summary, status, read["environment"][0]), problems
 
     def facts(self) -> tuple[dict[str, Any], list[str]]:
-        """See `assay.runs.reading`: values of unexpected types are left out."""
+        """See `assay.runs.directory`: values of unexpected types are left out."""
         parts, problems = self.parts()
         path = str(self.path)
         try:

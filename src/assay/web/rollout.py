@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.runs.reading import setting
+from assay.runs.directory import setting
 from assay.text.stream import REPLACEMENT, Detokenizer
 from assay.types import UserError, describe_error
 from assay.web.folder import RunFolder, finite_number
