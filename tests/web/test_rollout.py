@@ -13,15 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from web_parts import make_run
 
 from assay.text import char_tokenizer, word_tokenizer
-from assay.web.folder import RunFolder
-from assay.web.rollout import (
-    FILE,
-    RunTokenizer,
-    cleaned,
-    load_tokens,
-    skip_reason,
-    token_columns,
-)
+from assay.web.folder import FILE, RunFolder, RunTokenizer, load_tokens
+from assay.web.index import cleaned, skip_reason, token_columns
 
 TURNS = [
     {"text": "a", "context_tokens": 2, "tokens": 1, "masked": True},

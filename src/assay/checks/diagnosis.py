@@ -38,6 +38,7 @@ from assay.checks.causes import (
 from assay.runs.console import finite
 from assay.runs.directory import Run, RunFiles, setting
 from assay.runs.files import make_folder, read_json, write_json
+from assay.runs.rollouts import rollout_path, rollout_steps
 from assay.types import Status, describe_error, excerpt
 
 # Results of a finished run
@@ -353,8 +354,8 @@ def with_examples(cause: Diagnosis, files: RunFiles) -> Diagnosis:
     """The cause with three answers of the last step that show it, and the most frequent reason of their verdicts."""
     if cause.name not in ILLUSTRATED or cause.examples:
         return cause
-    steps = files.rollout_steps()
-    lines = [*files.rollouts(steps[-1])] if steps else []
+    steps = rollout_steps(files.path)
+    lines = [*files.lines(rollout_path(files.path, steps[-1]))] if steps else []
     statuses = ILLUSTRATED[cause.name]
     if statuses is None:
         lines = [line for line in lines if line.get("truncated")]
@@ -403,9 +404,9 @@ def shared_prompts(files: RunFiles, config: Mapping[str, Any]) -> Diagnosis | No
     if setting(config, "env.name"):
         return None
     trained: dict[str, str] = {}
-    steps = files.rollout_steps()
+    steps = rollout_steps(files.path)
     for step in steps[:: max(len(steps) // MAX_FILES, 1)]:
-        for line in files.rollouts(step):
+        for line in files.lines(rollout_path(files.path, step)):
             if line.get("sample") in (0, None):
                 trained.setdefault(prompt_text(line), str(line.get("prompt_id")))
     for label in ("before", "eval"):

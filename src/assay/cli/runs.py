@@ -123,10 +123,10 @@ def cells(fact: Mapping[str, Any]) -> dict[str, str]:
         "run": fact["run"],
         "state": fact["state"],
         "started": str(fact["started"] or UNKNOWN),
-        "task": shortened(str(fact["task"] or UNKNOWN)),
-        "model": shortened(str(fact["model"] or UNKNOWN)),
-        "algorithm": shortened(str(fact["algorithm"] or UNKNOWN)),
-        "seed": UNKNOWN if fact["seed"] is None else str(fact["seed"]),
+        "task": shortened(fact["task"]),
+        "model": shortened(fact["model"]),
+        "algorithm": shortened(fact["algorithm"]),
+        "seed": shown(fact["seed"]),
         "steps": progress(fact),
         "reward": UNKNOWN if fact["reward"] is None else fraction(fact["reward"]),
         "before": accuracy(fact["before"]),
@@ -163,7 +163,12 @@ def gains(paired: Any) -> str:
     return UNKNOWN if gained is None or lost is None else f"+{gained} / -{lost}"
 
 
-def shortened(text: str, limit: int = 32) -> str:
+def shown(value: Any) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def shortened(value: Any, limit: int = 32) -> str:
+    text = str(value or UNKNOWN)
     return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
@@ -202,7 +207,7 @@ def compare(runs: Sequence[Run], facts: Sequence[dict[str, Any]], as_json: bool,
     for title, rows in (
         ("Final answers", [final_cells(one) for one in finals]),
         ("Curves: first and last value", curve_cells(metrics)),
-        ("Settings that differ", [[key, *map(displayed, row)] for key, row in differences.items()]),
+        ("Settings that differ", [[key, *map(shown, row)] for key, row in differences.items()]),
     ):
         if rows:
             headings = FINAL_HEADINGS if title == "Final answers" else ["", *names]
@@ -371,7 +376,3 @@ def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
     keys = sorted({key for config in known for key in config} - set(IGNORED_SETTINGS))
     differing = [key for key in keys if any(config.get(key) != known[0].get(key) for config in known)]
     return {key: [config and config.get(key) for config in flat] for key in differing}
-
-
-def displayed(value: Any) -> str:
-    return UNKNOWN if value is None else str(value)

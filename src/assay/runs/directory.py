@@ -434,12 +434,6 @@ class RunFiles:
         rows = [{key: from_json(value) for key, value in row.items()} for row in self.lines(self.path / METRICS)]
         return [row for row in rows if isinstance(row.get("step"), int)]
 
-    def rollout_steps(self) -> list[int]:
-        return rollouts.rollout_steps(self.path)
-
-    def rollouts(self, step: int) -> Iterator[dict[str, Any]]:
-        return self.lines(rollouts.rollout_path(self.path, step))
-
     def lines(self, path: Path) -> Iterator[dict[str, Any]]:
         """The lines of a file that are JSON objects. The incomplete last line of metrics is left out without a word:
         the run may be in progress, or was killed.

@@ -22,11 +22,11 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from assay.checks.diagnosis import diagnose_files
-from assay.runs.curves import X_LABELS, shown_panels
+from assay.runs.curves import X_LABELS, bounds_of, shown_panels
 from assay.runs.directory import RunFiles
 from assay.runs.files import json_object, to_json
 from assay.types import describe_error
-from assay.web.folder import MAX_DEPTH, RunFolder, Stamp, is_deeper, stamp_of
+from assay.web.folder import MAX_DEPTH, RunFolder, RunTokenizer, Stamp, is_deeper, load_tokens, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
     FOLDERS,
@@ -37,18 +37,14 @@ from assay.web.index import (
     Place,
     RunIndex,
     activity,
+    cleaned,
+    context_spans,
     file_name,
     fold,
     place_of,
+    problem_of_arrays,
     read_arrays,
     read_file,
-)
-from assay.web.rollout import (
-    RunTokenizer,
-    cleaned,
-    context_spans,
-    load_tokens,
-    problem_of_arrays,
     skip_reason,
     token_columns,
     turns_of,
@@ -256,17 +252,19 @@ class RunView:
         intervals = {
             name: bounds
             for name in series
-            if name.endswith("/accuracy") and (bounds := self._interval(name.removesuffix("accuracy"), x))
+            if name.endswith("/accuracy") and (bounds := self._intervals(name.removesuffix("/accuracy"), x))
         }
         shown = [{"metric": p.metric, "title": p.title, "share": p.share, "x": p.x} for p in panels]
         return {"cursor": cursor, "series": series, "intervals": intervals, "panels": shown}
 
-    def _interval(self, prefix: str, x: str) -> dict[str, list[float]] | None:
-        """Bounds of the 95 % interval, at the positions that have both."""
-        low, high = (dict(zip(*map(np.ndarray.tolist, self.folder.metrics.points(prefix + end, x)), strict=True))
-                     for end in ("low", "high"))  # fmt: skip
-        both = sorted(low.keys() & high.keys())
-        return {"x": both, "low": [low[at] for at in both], "high": [high[at] for at in both]} if both else None
+    def _intervals(self, name: str, x: str) -> dict[str, list[float]] | None:
+        bounds = bounds_of(self.folder.metrics.points, name, x)
+        columns = {
+            "x": [*bounds],
+            "low": [low for low, _ in bounds.values()],
+            "high": [high for _, high in bounds.values()],
+        }
+        return {key: np.array(column).tolist() for key, column in columns.items()} if bounds else None
 
     # Rollouts
 

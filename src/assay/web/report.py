@@ -266,9 +266,10 @@ def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], 
         except (ViewError, OSError) as error:
             problems.append(f"questions {change}: {error}")
     last = max((file.place.step for file in view.table.files if file.place.source == TRAIN), default=None)
-    source = TRAIN if last is not None else last_evaluation(view)
-    if source is None:
+    evaluations = [file.place.source for file in view.table.files if file.place.is_evaluation]
+    if last is None and not evaluations:
         return found, problems
+    source = TRAIN if last is not None else evaluations[-1]
     where = f"step {last}" if source == TRAIN else f"the evaluation {source}"
     some, views = limits.samples, limits.token_views
     latest = RolloutsQuery(source=source, order="desc", limit=CANDIDATES)
@@ -307,10 +308,6 @@ def listed_rollouts(view: RunView, query: RolloutsQuery) -> dict[str, Any]:
     (reward,) = rewards
     equal = query.model_copy(update={"min_reward": reward, "max_reward": reward, "sort": "advantage"})
     return {**listed, "rows": view.rollouts(equal)["rows"]}
-
-
-def last_evaluation(view: RunView) -> str | None:
-    return next((file.place.source for file in reversed(view.table.files) if file.place.is_evaluation), None)
 
 
 def changed_questions(view: RunView, change: Change, limits: ReportLimits) -> list[Samples]:
