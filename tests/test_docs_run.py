@@ -57,14 +57,6 @@ def test_the_settings_of_jsonl_train_on_mapped_rows(folder: Path, capsys: pytest
     assert "eggs. How many?\nPut the final answer" in group.prompt.question and group.prompt.fields == {"level": 2}
 
 
-def test_data_show_prints_mapped_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command("tasks.md", "data show jsonl")) == 0
-    shown = capsys.readouterr().out
-    first = json.loads((ROOT / "examples" / "rows.jsonl").read_text().splitlines()[0])
-    assert shown.count("--- ") == 3 and f"[user] {first['story']} {first['query']}\n" in shown
-    assert f"[answer] {first['result']}\n" in shown
-
-
 def is_right(body: dict[str, Any]) -> str:
     """As a model that judges would answer: whether the response ends with the reference answer."""
     reference, response, *_ = body["messages"][0]["content"].splitlines()
@@ -105,17 +97,6 @@ ANSWERS = [
     {"completion": "\\boxed{9}", "gold": "8"},
     {"completion": "\\boxed{3", "gold": "3"},
 ]
-
-
-def test_score_with_the_form_of_gsm8k(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = command("tasks.md", "--extract hash")
-    rows = [{"completion": text, "gold": "7"} for text in ("3 + 4 = 7\n#### 7", "#### 8", "\\boxed{7}", "7")]
-    write_rows(folder / "answers.jsonl", rows)
-    assert main([*words, "--workers", "0"]) == 0, capsys.readouterr().err
-    judged = [json.loads(line) for line in (folder / "judged-hash.jsonl").read_text().splitlines()]
-    verdicts = [(row["verdict"]["status"], row["verdict"]["reward"]) for row in judged]
-    assert verdicts == [("ok", 1.0), ("wrong", 0.0), ("no_answer", -1.0), ("no_answer", -1.0)]
-    assert json.loads(capsys.readouterr().out)["n"] == 4
 
 
 def test_the_audit_of_a_judge_prints_the_table_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,12 @@ def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert wanted in first
     assert "3m10s" in first
     assert second.split()[:6] == ["fast", "stopped", "abacus", "preset:tiny", "grpo", "12/240"]
+    call("--dir", runs_dir, "--json")
+    facts = json.loads(capsys.readouterr().out)
+    assert [(fact["run"], fact["state"], fact["steps"]) for fact in facts] == [
+        *(("demo", "finished", 240), ("fast", "stopped", 12))
+    ]
+    assert facts[0]["after"] == SUMMARY["after"]
 
 
 def test_folders_without_runs_unknown_runs_and_incomplete_summaries(
@@ -82,18 +88,6 @@ def test_folders_without_runs_unknown_runs_and_incomplete_summaries(
     assert "50.0%" in listed(tmp_path, capsys)["after"]
     with pytest.raises(UserError, match="did you mean 'sparse'"):
         call("sprse", "--dir", tmp_path)
-
-
-def test_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call("--dir", runs_dir, "--json")
-    listed = json.loads(capsys.readouterr().out)
-    assert [(fact["run"], fact["state"], fact["steps"]) for fact in listed] == [
-        ("demo", "finished", 240),
-        ("fast", "stopped", 12),
-    ]
-    assert listed[0]["after"] == SUMMARY["after"]
-    call("demo", "fast", "--dir", runs_dir, "--json")
-    assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [1e-4, 4e-4]}
 
 
 def listed(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

@@ -191,17 +191,6 @@ def test_user_defined_task_and_reward(small: SmallRuns) -> None:
     assert small.summary("own-judge")["task"] == f"{file}:Parity"
 
 
-def test_user_defined_advantage_and_loss(small: SmallRuns) -> None:
-    file = small.folder / "mine.py"
-    file.write_text(
-        "def best_only(rewards):\n    return [(r == r.max()).double() for r in rewards]\n\n\n"
-        "def plain(logprobs, behaviour, advantages, low, high):\n    return -advantages * logprobs, {}\n"
-    )
-    assert small.train("--algo.advantage", f"{file}:best_only", "--algo.policy_loss", f"{file}:plain") == 0
-    lines = (small.runs / "small/rollouts/step-000001.jsonl").read_text().splitlines()
-    assert {json.loads(line)["advantage"] for line in lines} <= {0.0, 1.0}
-
-
 def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     before = small.files()
     assert small.train("--dry-run", "--algo.kl_coef", 0.1) == 0

@@ -133,7 +133,11 @@ def read_arrays(run_path: Path, step: int, kind: Kind = "train") -> dict[str, np
 
 def _check_schema(path: Path, version: int) -> None:
     if version > SCHEMA:
-        raise UserError(f"{path} has schema version {version}, newer than {SCHEMA}: read it with a newer assay")
+        raise UserError(newer_schema(path, version))
+
+
+def newer_schema(file: object, version: int) -> str:
+    return f"{file} has schema version {version}, newer than {SCHEMA}: read it with a newer assay"
 
 
 def rollout_steps(run_path: Path, kind: Kind = "train") -> list[int]:

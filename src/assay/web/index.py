@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from assay.runs.files import JsonLine, json_lines
-from assay.runs.rollouts import DAMAGE, SCHEMA
+from assay.runs.rollouts import DAMAGE, SCHEMA, newer_schema
 from assay.types import Finish, Status, describe_error
 from assay.web.folder import Refused, RunFolder, finite_number, stamp_of
 
@@ -161,10 +161,6 @@ def read_file(
 
 def reason_of(name: str, error: BaseException) -> str:
     return str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
-
-
-def newer_schema(name: str, version: int) -> str:
-    return f"{name} has schema version {version}, newer than {SCHEMA}: read it with a newer assay"
 
 
 class _Reader:
