@@ -272,3 +272,16 @@ def test_env_truncates_episodes_after_max_steps(small: SmallRuns, max_steps: int
         stepped.reset(seed=1)
         truncated = [stepped.step("No")[3] for _ in range(limit)]
         assert truncated == [False] * (limit - 1) + [True] and stepped.count == limit
+
+
+@pytest.mark.slow
+def test_example_own_loop_trains_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(run, "draw_curves", lambda path: None)
+    example = runpy.run_path("examples/own_loop.py")
+    short = {"sft.steps": 20, "train.steps": 3, "eval.final_examples": 20, "eval.examples": 5}
+    trainer = example["Replayed"](settings={**example["SETTINGS"], **short, "runs_dir": str(tmp_path)}, quiet=True)
+    summary = trainer.run()
+    assert summary["steps"] == 3 and summary["after"]["n"] == 20
+    assert len(trainer.buffer) == 48 and "version 2: 16 groups" in trainer.buffer.summary(3)
+    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) <= 40

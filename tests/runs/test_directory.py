@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -285,3 +286,10 @@ def test_git_state_tells_whether_files_differ_from_the_commit(tmp_path: Path, mo
     assert len(state["commit"]) == 40 and not state["dirty"]
     (tmp_path / "file").write_text("two")
     assert describe_environment()["git"] == {**state, "dirty": True}
+
+
+def test_concurrent_threads_create_different_runs(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        runs = list(threads.map(lambda number: Run.create(tmp_path, "race", f"n = {number}\n"), range(4)))
+    assert {run.name for run in runs} == {"race", "race-2", "race-3", "race-4"}
+    assert sorted(run.config_toml for run in runs) == [f"n = {number}\n" for number in range(4)]

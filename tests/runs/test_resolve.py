@@ -175,3 +175,20 @@ def test_readers_of_a_run_in_progress_always_get_one_whole_checkpoint(runs_dir: 
         writer.wait()
     assert all(len(one) == 2 and "6" in one for one in found)
     assert len(set(map(frozenset, found))) > 3  # or nothing was saved meanwhile
+
+
+def test_a_checkpoint_without_model(runs_dir: Path) -> None:
+    with checkpoints.saving(runs_dir / "demo", 40) as folder:
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="has no model folder"):
+        resolve_model("run:demo@40", runs_dir)
+
+
+def test_only_what_is_loaded_is_verified(runs_dir: Path) -> None:
+    run = runs_dir / "demo"
+    with checkpoints.saving(run, 40) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        (folder / "optimizer.safetensors").write_text("moments")
+    flip_bit(checkpoints.folder(run, 40) / "optimizer.safetensors")
+    assert resolve_model("run:demo@40", runs_dir).endswith("step-000040/model")

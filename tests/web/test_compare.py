@@ -16,7 +16,7 @@ from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
 from assay.types import Group, Status
 from assay.web.data import RunView, ViewError, compare
-from assay.web.table import CompareQuery, paired
+from assay.web.table import CompareQuery, change_of, paired
 
 BEFORE, AFTER = "step-000000-before-test", "step-000005-after-test"
 
@@ -140,4 +140,10 @@ def test_several_answers_per_question(tmp_path: Path) -> None:
         (0.0, 0.5, 2),
         (1.0, 0.5, 2),
         (0.5, 0.5, 2),
+    ]
+
+
+def test_kinds_of_change() -> None:
+    assert [change_of(*pair) for pair in ((0, 1), (1, 0.5), (1, 1), (0.25, 0.25), (1 / 3, 1 / 3 + 1e-12))] == [
+        *("gained", "lost", "same_correct", "same_wrong", "same_wrong")
     ]

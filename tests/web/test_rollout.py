@@ -237,3 +237,9 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
     path = make_run(tmp_path / "runs")
     (path / "tokenizer").symlink_to(saved(tmp_path / "elsewhere"))
     assert load_tokens(RunFolder(path))[0] is None
+
+
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
+    texts, _ = RunTokenizer(byte_level()).pieces([99_999, 5, 99_999])
+    assert len(texts) == 3 and texts[0] == texts[2] == ""
+    assert RunTokenizer(byte_level()).pieces([]) == ([], {})
