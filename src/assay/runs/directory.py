@@ -22,7 +22,6 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -466,32 +465,32 @@ def reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-@dataclass(frozen=True)
-class RunParts:
-    """The content of the files of a run that `facts_of` needs. Missing files are empty."""
-
-    state: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    rows: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    status: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
+NOTHING: Mapping[str, Any] = {}
 
 
-def facts_of(parts: RunParts, name: str, path: str) -> dict[str, Any]:
-    config, summary, rows = parts.config, parts.summary, parts.rows
+def facts_of(
+    name: str,
+    path: str,
+    state: str,
+    rows: Sequence[Mapping[str, Any]] = (),
+    config: Mapping[str, Any] = NOTHING,
+    summary: Mapping[str, Any] = NOTHING,
+    status: Mapping[str, Any] = NOTHING,
+    environment: Mapping[str, Any] = NOTHING,
+) -> dict[str, Any]:
+    """What lists and comparisons show of a run. `rows`: lines of metrics.jsonl; the others: contents of its files."""
     facts = {
         "run": name,
         "path": path,
-        "state": parts.state,
-        "error": parts.status.get("error") if parts.state == "failed" else None,
-        "started": parts.environment.get("started"),
+        "state": state,
+        "error": status.get("error") if state == "failed" else None,
+        "started": environment.get("started"),
         "task": summary.get("task") or setting(config, "task.name"),
         "model": summary.get("model") or setting(config, "model.source"),
         "algorithm": summary.get("algorithm") or setting(config, "algo.recipe"),
         "seed": summary.get("seed", setting(config, "seed")),
         "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
-        "steps_planned": parts.status.get("total_steps", planned_steps(config)),
+        "steps_planned": status.get("total_steps", planned_steps(config)),
         "warm_start": {"step": last(rows, "sft/step"), "steps": setting(config, "sft.steps")},
         "answers": last(rows, "sampling/answers"),
         "budget": setting(config, "train.budget") or None,

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from assay.checks.causes import FIRST
-from assay.runs.directory import RunParts, facts_of, is_locked, setting, state_of
+from assay.runs.directory import facts_of, is_locked, setting, state_of
 from assay.runs.files import from_json, json_lines
 from assay.text.stream import REPLACEMENT, Detokenizer
 from assay.types import UserError, describe_error, hide_credentials
@@ -173,28 +173,22 @@ class RunFolder:
         """The object in a JSON file of the run."""
         return self._parsed(name, json.loads)
 
-    def parts(self) -> tuple[RunParts, list[str]]:
-        """What is known about the run, and which files cannot be read."""
+    def facts(self) -> tuple[dict[str, Any], list[str]]:
+        """What is known about the run, and which files cannot be read. Values of unexpected types are left out."""
         read = {name: self.document(f"{name}.json") for name in ("summary", "status", "environment")}
+        documents = {name: value for name, (value, _) in read.items()}
         config, config_problem = self.config()
         problems = self.metrics.read()
-        status, summary = read["status"][0], read["summary"][0]
-        state = state_of(is_locked(self.root), status, summary)
+        state = state_of(is_locked(self.root), documents["status"], documents["summary"])
         if self.metrics.incomplete and state != "running":
             problems = [*problems, INCOMPLETE]
         problems = [p for p in (config_problem, *(p for _, p in read.values())) if p] + list(problems)
         rows = [self.metrics.last] if self.metrics.last else []
-        return RunParts(state, config, rows, summary, status, read["environment"][0]), problems
-
-    def facts(self) -> tuple[dict[str, Any], list[str]]:
-        """See `assay.runs.directory`: values of unexpected types are left out."""
-        parts, problems = self.parts()
-        path = str(self.path)
         try:
-            facts = facts_of(parts, self.name, path)
+            facts = facts_of(self.name, str(self.path), state, rows, config, **documents)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
             problems = [*problems, f"some facts have unexpected values ({describe_error(error)})"]
-            facts = facts_of(RunParts(parts.state, rows=parts.rows), self.name, path)
+            facts = facts_of(self.name, str(self.path), state, rows)
         return checked(facts), problems
 
 
