@@ -226,8 +226,8 @@ def test_one_writer_at_a_time_and_the_lock_is_released_on_death(tmp_path: Path) 
     assert resumed.state == "finished"
 
 
-def test_reading_runs_needs_neither_torch_nor_matplotlib() -> None:
-    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export"
+def test_reading_runs_and_the_api_need_neither_torch_nor_matplotlib_until_they_are_used() -> None:
+    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export, assay.api"
     script = f"import sys, {modules}; assert not {{'torch', 'matplotlib', 'wandb'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 

