@@ -100,7 +100,7 @@ def test_the_policy_allows_the_script_and_the_style_of_the_file_only(tmp_path: P
     assert f"script-src '{digest(script)}'" in policy and f"style-src '{digest(style)}'" in policy
 
 
-@pytest.mark.parametrize("text", ["\n".join(HOSTILE), BREAKOUT, "a" * 100_000, "\n" * 3000, ""])
+@pytest.mark.parametrize("text", ["\n".join(HOSTILE), BREAKOUT, "a" * 20_000, "\n" * 3000, ""])
 def test_no_text_of_a_run_becomes_markup(tmp_path: Path, text: str) -> None:
     page, _ = write_report(with_text(tmp_path, text))
     elements = Elements(page)

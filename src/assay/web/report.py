@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,6 +139,7 @@ def page(detail: Mapping[str, Any], paired: Mapping[str, Any] | None = None, **p
     )
 
 
+@cache
 def template_environment() -> Environment:
     loader = FileSystemLoader(STATIC)
     made = Environment(loader=loader, autoescape=True, finalize=finalized, keep_trailing_newline=True)
