@@ -20,7 +20,6 @@ from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, main, parse
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
-from assay.training import run as train_run
 from assay.types import UserError
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
@@ -231,16 +230,6 @@ def test_the_rewards_of_tasks_md_are_those_of_the_example() -> None:
     assert block("tasks.md", "python", "def shorter") in (ROOT / "examples" / "rewards.py").read_text()
 
 
-@pytest.mark.slow
-def test_the_example_of_coming_from_trains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_coming_from_example(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", "grpo.toml", *SMALL, "--train.steps", "1"]) == 0, capsys.readouterr().err
-    assert json.loads((tmp_path / "runs" / "grpo" / "summary.json").read_text())["steps"] == 1
-
-
 def test_documented_problem_matches_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     command = "assay data show abacus -n 1 --arg style=plain --arg distractors=1"
     assert main(shlex.split(command)[1:]) == 0
@@ -323,16 +312,6 @@ def test_the_task_of_tasks_md_works_as_written(
     assert main(["data", "check", "task.py:SortLetters"]) == 0
     (tmp_path / "run.toml").write_text('model = "preset:nano"\ntask = "task.py:SortLetters"\nsft.steps = 1\n')
     assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_classic_loop_of_algorithms_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
-    (tmp_path / "classic.py").write_text(block("algorithms.md", "python", "class Classic(Trainer)"))
-    monkeypatch.chdir(tmp_path)
-    program = runpy.run_path("classic.py")
-    short = {"train.steps": 2, "eval.final_examples": 10, "eval.examples": 5}
-    assert program["Classic"](settings={**program["SETTINGS"], **short}, quiet=True).run()["steps"] == 2
 
 
 BASE = 'model = "preset:nano"\ntask = "task.py:SortLetters"\nsampling.max_new_tokens = 8\n'

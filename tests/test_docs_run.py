@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -58,14 +57,6 @@ def test_the_settings_of_jsonl_train_on_mapped_rows(folder: Path, capsys: pytest
     assert "eggs. How many?\nPut the final answer" in group.prompt.question and group.prompt.fields == {"level": 2}
 
 
-def test_data_show_prints_mapped_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command("tasks.md", "data show jsonl")) == 0
-    shown = capsys.readouterr().out
-    first = json.loads((ROOT / "examples" / "rows.jsonl").read_text().splitlines()[0])
-    assert shown.count("--- ") == 3 and f"[user] {first['story']} {first['query']}\n" in shown
-    assert f"[answer] {first['result']}\n" in shown
-
-
 def is_right(body: dict[str, Any]) -> str:
     """As a model that judges would answer: whether the response ends with the reference answer."""
     reference, response, *_ = body["messages"][0]["content"].splitlines()
@@ -106,17 +97,6 @@ ANSWERS = [
     {"completion": "\\boxed{9}", "gold": "8"},
     {"completion": "\\boxed{3", "gold": "3"},
 ]
-
-
-def test_score_with_the_form_of_gsm8k(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = command("tasks.md", "--extract hash")
-    rows = [{"completion": text, "gold": "7"} for text in ("3 + 4 = 7\n#### 7", "#### 8", "\\boxed{7}", "7")]
-    write_rows(folder / "answers.jsonl", rows)
-    assert main([*words, "--workers", "0"]) == 0, capsys.readouterr().err
-    judged = [json.loads(line) for line in (folder / "judged-hash.jsonl").read_text().splitlines()]
-    verdicts = [(row["verdict"]["status"], row["verdict"]["reward"]) for row in judged]
-    assert verdicts == [("ok", 1.0), ("wrong", 0.0), ("no_answer", -1.0), ("no_answer", -1.0)]
-    assert json.loads(capsys.readouterr().out)["n"] == 4
 
 
 def test_the_audit_of_a_judge_prints_the_table_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,30 +191,3 @@ def test_env_play_of_a_page_rewards_a_perfect_player(
     monkeypatch.setattr(sys, "stdin", player)
     assert main(command(page, "env play")) == 0
     assert "--- return: 1 of 1" in player.printed
-
-
-@pytest.mark.slow
-def test_bench_episodes_compares_both_modes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = command("environments.md", "bench episodes --episodes 2048")
-    assert main(words) == 0, capsys.readouterr().err
-    rounds, own = json.loads((folder / "figures.json").read_text())["rows"]
-    assert own["decode_steps"] < rounds["decode_steps"] and own["same_as_in_rounds"] >= 2040  # rounding
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_bench_episodes_on_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command("environments.md", "bench episodes --shape 0.5b")) == 0, capsys.readouterr().err
-    rounds, own = json.loads((folder / "figures.json").read_text())["rows"]
-    assert own["decode_steps"] < rounds["decode_steps"]
-
-
-@pytest.mark.slow
-def test_a_warm_start_alone_and_training_from_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = block("algorithms.md", "bash", "assay sft").splitlines()
-    for line in lines:
-        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
-    summaries = [json.loads((folder / "runs" / n / "summary.json").read_text()) for n in ("my_task-sft", "my_task")]
-    assert len(lines) == 2 and summaries[0]["steps"] == 0 and summaries[1]["steps"] == 40
-    assert summaries[0]["after"]["accuracy"] > summaries[0]["before"]["accuracy"]
-    assert summaries[1]["before"]["accuracy"] == summaries[0]["after"]["accuracy"]  # the same model and problems

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -87,20 +89,53 @@ def train(folder: Path, file: Path, *words: str) -> Path:
     return folder / "runs" / name
 
 
-def train_with_package(folder: Path, file: Path, *words: str) -> Path:
-    """The same with the package as it is in `folder`, in another process."""
-    command = [sys.executable, "-m", "assay", "train", str(file), "--runs_dir", str(folder / "runs"), *words]
+MAIN = (
+    "import json, sys; from assay.cli.main import main; sys.exit(any(main(words) for words in json.loads(sys.argv[1])))"
+)
+
+
+def train_with_package(folder: Path, configs: dict[str, tuple[Path, Sequence[str]]]) -> None:
+    """Train with the package as it is in `folder`, in another process. `configs`: files and options, by run."""
+    common = ["--runs_dir", str(folder / "runs"), "--name"]
+    words = [["train", str(file), *options, *common, name] for name, (file, options) in configs.items()]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MAIN, json.dumps(words)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder / "runs" / words[words.index("--name") + 1]
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def patched_package(folder: Path, text: str) -> None:
+def copied_package(folder: Path) -> None:
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for diff in blocks(text, "diff"):
+
+
+def patch_package(folder: Path, title: str) -> None:
+    """Make the changes that a section shows, which change as many files as it says."""
+    own, package = section(title)
+    before = changed_files(folder)
+    for diff in blocks(package, "diff"):
         apply_diff(diff, folder)
-    write_named(text, "python", folder / "src")
+    write_named(package, "python", folder / "src")
+    if title in PACKAGES:
+        first, *_ = write_named(own, "python", folder)
+        shutil.move(first, folder / "src" / "assay" / PACKAGES[title] / first.name)
+    added = len(blocks(package, "python")) + (title in PACKAGES)
+    assert len(changed_files(folder) - before) == added + len(blocks(package, "diff"))
+
+
+def changed_files(folder: Path) -> set[Path]:
+    originals = ((path, ROOT / path.relative_to(folder)) for path in (folder / "src").rglob("*.py"))
+    return {path for path, one in originals if not one.exists() or one.read_text() != path.read_text()}
+
+
+def renamed_config(folder: Path, title: str, name: str) -> Path:
+    """The config of a section with the name of the built-in object in place of its path."""
+    own, _ = section(title)
+    (file,) = write_named(own, "toml", folder)
+    path = re.search(r'"(\w+\.py:\w+)"', file.read_text())
+    assert path is not None
+    small = CONFIG.format(folder=folder) if title == ENGINE else ""
+    file.write_text(small + file.read_text().replace(path[1], name))
+    return file
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -127,40 +162,43 @@ def test_a_loss_term_in_a_file_of_the_users_own(folder: Path) -> None:
         assert 0 < loss < 0.05 * fraction * 2  # coefficient x probability, averaged over answers
 
 
-@pytest.mark.slow
-def test_a_loss_term_in_two_files_of_the_package_and_in_a_separate_update_process(folder: Path) -> None:
-    own, package = section(TERM)
+def test_an_advantage_in_a_file_of_the_users_own(folder: Path) -> None:
+    own, _ = section(ADVANTAGE)
     write_named(own, "python", folder)
-    file = config(folder, own)
-    expected = losses(train(folder, file, *LONG))
-    apart = train(folder, file, *LONG, "--name", "apart", "--train.process", "separate")
-    assert losses(apart) == expected and len(expected) == 2
-    patched_package(folder, package)
-    settings = (*LONG, "--algo.repetition_coef", "0.05", "--algo.repetition_ngram", "2", "--name", "built-in")
-    assert losses(train_with_package(folder, folder / "small.toml", *settings)) == expected
-    changed = [path for path in (folder / "src").rglob("*.py") if differs(path, folder)]
-    assert len(changed) == 2, changed
+    assert_above_median(train(folder, config(folder, own)))
 
 
-@pytest.mark.parametrize("where", ["own", pytest.param("package", marks=pytest.mark.slow)])
-def test_an_advantage(where: str, folder: Path) -> None:
-    own, package = section(ADVANTAGE)
-    if where == "own":
-        write_named(own, "python", folder)
-        run = train(folder, config(folder, own))
-    else:
-        patched_package(folder, package)
-        settings = ("--algo.recipe", "dr_grpo", "--algo.advantage", "above_median", "--name", "built-in")
-        run = train_with_package(folder, folder / "small.toml", *settings)
-        assert [path.name for path in (folder / "src").rglob("*.py") if differs(path, folder)] == ["advantages.py"]
+def assert_above_median(run: Path) -> None:
     for group in read_rollouts(run, 1):
         middle = sorted(group.rewards)[1]
         assert [r.advantage for r in group.rollouts] == [float(r > middle) - float(r < middle) for r in group.rewards]
 
 
-def differs(path: Path, folder: Path) -> bool:
-    original = ROOT / path.relative_to(folder)
-    return not original.exists() or original.read_text() != path.read_text()
+@pytest.mark.slow
+def test_built_in_and_in_a_separate_update_process(folder: Path) -> None:
+    """All changes that the page shows, in one copy of the package."""
+    copied_package(folder)
+    for title in (TERM, ADVANTAGE, TASK, ENVIRONMENT, ENGINE):
+        patch_package(folder, title)
+    small, term = folder / "small.toml", ("--algo.repetition_coef", "0.05", "--algo.repetition_ngram", "2")
+    names = {TASK: ("task", "digit_sum"), ENVIRONMENT: ("env", "count_up"), ENGINE: ("engine", "generate")}
+    train_with_package(
+        folder,
+        {
+            "term": (small, (*LONG, *term)),
+            "advantage": (small, ("--algo.recipe", "dr_grpo", "--algo.advantage", "above_median")),
+            **{part: (renamed_config(folder, title, name), ()) for title, (part, name) in names.items()},
+        },
+    )
+    assert_above_median(folder / "runs" / "advantage")
+    for part, name in names.values():
+        run = folder / "runs" / part
+        assert tomllib.loads((run / "config.toml").read_text())[part]["name"] == name and read_rollouts(run, 1)
+    own, _ = section(TERM)
+    write_named(own, "python", folder)
+    apart = train(folder, config(folder, own), *LONG, "--name", "apart", "--train.process", "separate")
+    alone = train(folder, config(folder, own), *LONG, "--name", "alone")
+    assert losses(folder / "runs" / "term") == losses(alone) == losses(apart) and len(losses(alone)) == 2
 
 
 def run_commands(folder: Path, title: str) -> Path:
@@ -172,23 +210,6 @@ def run_commands(folder: Path, title: str) -> Path:
         if words[1:3] != ["env", "play"]:
             assert main(words[1:]) == 0, words
     return folder / "runs" / module.stem
-
-
-def built_in(folder: Path, title: str, name: str) -> Path:
-    """Make the changes to the package and train with them. `name` replaces the name by path in the config."""
-    own, package = section(title)
-    files = write_named(own, "python", folder)
-    patched_package(folder, package)
-    shutil.move(files[0], folder / "src" / "assay" / PACKAGES[title] / files[0].name)
-    (file,) = write_named(own, "toml", folder)
-    path = re.search(r'"(\w+\.py:\w+)"', file.read_text())
-    assert path is not None
-    file.write_text(file.read_text().replace(path[1], name))
-    if title == ENGINE:
-        file.write_text(CONFIG.format(folder=folder) + file.read_text())
-    changed = [path for path in (folder / "src").rglob("*.py") if differs(path, folder)]
-    assert len(changed) == 1 + len(blocks(package, "diff"))
-    return train_with_package(folder, file, "--name", "built-in")
 
 
 @pytest.mark.slow
@@ -244,27 +265,14 @@ def test_training_with_an_own_engine_backend(folder: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("title", "part", "name"),
-    [(TASK, "task", "digit_sum"), (ENVIRONMENT, "env", "count_up"), (ENGINE, "engine", "generate")],
-)
-def test_built_in_by_the_changes_that_the_page_shows(folder: Path, title: str, part: str, name: str) -> None:
-    run = built_in(folder, title, name)
-    assert tomllib.loads((run / "config.toml").read_text())[part]["name"] == name
-    assert len(read_rollouts(run, 1)) > 0
-
-
-@pytest.mark.slow
 def test_a_model_family_equals_transformers_in_all_forward_passes(folder: Path) -> None:
     _, package = section(FAMILY)
     (test,) = write_named(package, "python", folder)
     (diff,) = blocks(package, "diff")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    copied_package(folder)
+    apply_diff(diff, folder)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
-    before = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert before.returncode == 1, before.stdout + before.stderr  # without the entry
-    apply_diff(diff, folder)
     after = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert after.returncode == 0 and "4 passed" in after.stdout, after.stdout + after.stderr
 

@@ -101,10 +101,9 @@ def test_a_stopped_rank_is_named_and_can_continue(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_rank_without_heartbeat_ends_all_others_with_one_message(ranks: Ranks, signum: signal.Signals) -> None:
+def test_a_rank_without_heartbeat_ends_all_others_with_one_message(ranks: Ranks) -> None:
     _, silent, _ = ranks.beating(3, timeout_s=3)
-    os.kill(silent.pid, signum)
+    os.kill(silent.pid, signal.SIGSTOP)
     for rank in (0, 2):
         ranks.started[rank].join(60)
         assert ranks.started[rank].exitcode == 2
@@ -144,7 +143,7 @@ def test_an_unreachable_store_ends_the_ranks(ranks: Ranks, tmp_path: Path, signu
 
 def compute(*args: object) -> None:
     start_beating(*args)  # type: ignore[arg-type]
-    until = time.monotonic() + 8
+    until = time.monotonic() + 4
     while time.monotonic() < until:
         (torch.rand(700, 700) @ torch.rand(700, 700)).sum()
         sum(range(2_000_000))
@@ -152,7 +151,7 @@ def compute(*args: object) -> None:
 
 @pytest.mark.slow
 def test_a_busy_rank_keeps_its_heartbeat(ranks: Ranks) -> None:
-    pair = [ranks.start(compute, rank, 2, 6.0, 4.0) for rank in range(2)]
+    pair = [ranks.start(compute, rank, 2, 3.0, 2.0) for rank in range(2)]
     for rank, process in enumerate(pair):
         process.join(60)
         assert process.exitcode == 0 and not ranks.said(rank)

@@ -1,16 +1,21 @@
-"""The workflow of each seed project: the commands of its section in docs/recipes.md, run in order by one shell.
+"""The workflow of each seed project: the commands of its section in docs/recipes.md, run in order.
 
-The commands run as a user types them, in a folder where small models and a few problems have the names of the real
-ones, and where the recipe's config has small sizes. Only the numbers in `NUMBERS` are replaced.
+The commands run as a user types them, those of assay in this process, in a folder where small models and a few
+problems have the names of the real ones, and where the recipe's config has small sizes. Only the numbers in `NUMBERS`
+are replaced.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ from docs_parts import BLOCK, ROOT
 from safetensors.torch import load_file
 from small_run import preset_folder
 
+from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.config.settings import load_settings, to_toml
 from assay.rewards.expressions import calculate
@@ -70,8 +76,8 @@ SIZES: dict[str, dict[str, object]] = {
 class Workflow:
     """A folder with everything that the commands of a section name, and the runs that they leave there."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.folder, self.runs = folder, folder / "runs"
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+        self.folder, self.runs, self.patch, self.capsys = folder, folder / "runs", patch, capsys
         _, _, rest = (ROOT / "docs" / "recipes.md").read_text().partition(f"\n## {name}\n")
         self.blocks = BLOCK.findall(rest.partition("\n## ")[0])
         self.lines = [line for kind, code in self.blocks if kind == "bash" for line in code.splitlines()]
@@ -95,22 +101,25 @@ class Workflow:
         preset_folder(self.folder / name, context=1024, seed=len(name), preset=preset)
 
     def __call__(self, typed: str = "") -> str:
-        """Run the commands as one script, with this text as standard input. Returns what they print."""
-        script = "\n".join(line for line in self.lines if not NEEDS_A_SERVER.search(line))
+        """Run the commands, with this text as standard input. Returns what they print."""
+        script = "\n".join(line for line in self.lines if not NEEDS_A_SERVER.search(line)).replace("\\\n", " ")
         for number, small in NUMBERS.items():
             script = re.sub(number, small, script)
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        done = subprocess.run(
-            ["bash", "-xeuo", "pipefail", "-c", script],
-            cwd=self.folder,
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-            input=typed,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-3000:]
-        return done.stdout
+        self.patch.setattr(sys, "stdin", io.StringIO(typed))
+        printed = ""
+        for words in (shlex.split(line, comments=True) for line in script.splitlines()):
+            if words[0] == "assay":
+                code = main(words[1:])
+                shown = self.capsys.readouterr()
+                printed += shown.out
+                assert code == 0, f"{words}\n{shown.out}\n{shown.err}"[-3000:]
+            else:  # python or torchrun
+                command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+                done = subprocess.run(
+                    command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+                )
+                assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-3000:]
+        return printed
 
     def rollouts(self, run: str, *steps: int) -> list[Rollout]:
         groups = [group for step in steps for group in read_rollouts(self.runs / run, step)]
@@ -124,6 +133,14 @@ class Workflow:
         return load_file(self.runs / run / "checkpoints" / f"step-{step:06d}" / f"{part}.safetensors")
 
 
+@pytest.fixture
+def workflow_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_curves: None
+) -> Callable[[str], Workflow]:
+    monkeypatch.chdir(tmp_path)
+    return partial(Workflow, tmp_path, monkeypatch, capsys)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -135,8 +152,8 @@ def group_means_are_subtracted(run: Path, step: int) -> bool:
     return True
 
 
-def test_tapes(tmp_path: Path) -> None:
-    workflow = Workflow("tapes", tmp_path)
+def test_tapes(tmp_path: Path, workflow_of: Callable[[str], Workflow]) -> None:
+    workflow = workflow_of("tapes")
     workflow.model("meta-llama/Llama-3.2-1B-Instruct")
     workflow.model("meta-llama/Llama-3.1-8B-Instruct", "tiny")  # the reference: larger, with the same tokenizer
     printed = workflow()
@@ -156,8 +173,8 @@ def test_tapes(tmp_path: Path) -> None:
     assert printed.count("6 and 2?") == 1 and "\\boxed{" in printed.partition("6 and 2?")[2]  # test question 3
 
 
-def test_single_file(tmp_path: Path) -> None:
-    workflow = Workflow("single_file", tmp_path)
+def test_single_file(workflow_of: Callable[[str], Workflow]) -> None:
+    workflow = workflow_of("single_file")
     workflow.model("Qwen/Qwen2.5-3B-Instruct")
     workflow.model("Qwen/Qwen2.5-3B")
     rows = [{"messages": [{"role": "user", "content": f"Reach {n + 2}."}], "nums": [n, 2]} for n in range(1, 41)]
@@ -178,10 +195,10 @@ def test_single_file(tmp_path: Path) -> None:
     assert {rollout.reward for rollout in workflow.rollouts("single_file-3", 1)} == {0.0}  # of my_reward.py
 
 
-def test_dr_grpo(tmp_path: Path) -> None:
+def test_dr_grpo(tmp_path: Path, workflow_of: Callable[[str], Workflow]) -> None:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-    workflow, tokenizer, old = Workflow("dr_grpo", tmp_path), char_tokenizer(), "EleutherAI/gpt-neo-2.7B"
+    workflow, tokenizer, old = workflow_of("dr_grpo"), char_tokenizer(), "EleutherAI/gpt-neo-2.7B"
     workflow.model("Qwen/Qwen2.5-3B-Instruct")
     workflow.model("Qwen/Qwen2.5-7B-Instruct", "tiny")
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
@@ -206,8 +223,8 @@ def test_dr_grpo(tmp_path: Path) -> None:
     assert "####" in answer
 
 
-def test_gym_reinforce(tmp_path: Path) -> None:
-    workflow, run = Workflow("gym_reinforce", tmp_path), "gym_reinforce"
+def test_gym_reinforce(workflow_of: Callable[[str], Workflow]) -> None:
+    workflow, run = workflow_of("gym_reinforce"), "gym_reinforce"
     workflow.model("meta-llama/Llama-3.2-1B-Instruct")
     for split, numbers in (("train", range(1, 7)), ("test", range(7, 9))):
         sums = [(a, b) for a in numbers for b in range(1, 7)]
@@ -252,8 +269,8 @@ def test_gym_reinforce(tmp_path: Path) -> None:
     assert len(ReplayBuffer.load(workflow.runs / "math_buffer")) == sampled  # the second run started with the first's
 
 
-def test_simple(tmp_path: Path) -> None:
-    workflow = Workflow("simple", tmp_path)
+def test_simple(workflow_of: Callable[[str], Workflow]) -> None:
+    workflow = workflow_of("simple")
     for name in ("my-base-model", "Qwen/Qwen2.5-0.5B-Instruct"):
         workflow.model(name)
     printed = workflow()

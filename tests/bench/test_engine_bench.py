@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from assay.bench.engine import (
 )
 from assay.bench.workload import SHAPES, Workload, random_model
 from assay.engine import Request, SamplingParams
-from assay.types import Completion, Finish, UserError
+from assay.types import Completion, Finish
 
 TINY = Workload(shape="tiny", prompts=2, samples=3, prompt_tokens=9, new=8)
 CPU = torch.device("cpu")
@@ -139,18 +138,6 @@ def test_kernel_times_and_memory_on_a_gpu() -> None:
     assert row["mismatch_mean_abs"] < 0.05
 
 
-def test_row_ids_name_a_device_and_dtype_that_auto_would_not_select() -> None:
-    assert row_id("x", "auto", "auto") == "x"
-    if not torch.cuda.is_available():
-        assert row_id("x", "auto", "bf16") == "x-bfloat16" and row_id("x", "auto", "float32") == "x"
-
-
-@pytest.mark.slow
-def test_the_error_of_a_process_that_does_not_start_is_reported() -> None:
-    with pytest.raises(UserError, match="no token: unknown shape 'huge'"):
-        engine.seconds_to_first_token(["bench", "engine", "--shape", "huge", "--first-token"], {})
-
-
 SMALL = Episodes(episodes=12, samples=3, step_tokens=40, max_batch=8)
 OPTIONS = EpisodeOptions(device="cpu", dtype="float32", repeat=2)
 
@@ -172,18 +159,3 @@ def test_a_row_for_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds["id"].endswith("-rounds") and own["id"].endswith("-own-pace")
     words = "--episodes 12 --samples 3 --step-tokens 40 --max-batch 8 --device cpu --dtype float32 --repeat 2"
     assert own["command"] == rounds["command"] == f"assay bench episodes {words}"
-
-
-def test_different_trajectories_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    play, runs = engine.play, []
-
-    def changed(*args):
-        runs.append(1)
-        rollouts = play(*args)
-        if len(runs) % 2 == 0:  # at their own pace
-            rollouts[5].turns[0].completion.token_ids[0] += 1
-        return rollouts
-
-    monkeypatch.setattr(engine, "play", changed)
-    _, own = measure_episodes(SMALL, replace(OPTIONS, repeat=1))
-    assert own["same_as_in_rounds"] == 11

@@ -38,13 +38,6 @@ def test_all_answers_to_the_load_are_counted(tmp_path: Path) -> None:
     assert content["command"].startswith("python bench/serve.py load") and content["machine"] and content["versions"]
 
 
-@pytest.mark.slow
-def test_errors_are_reported(tmp_path: Path) -> None:
-    words = ["load", "http://127.0.0.1:9", "--model", "bench", "--clients", "1", "--processes", "1", "--cold"]
-    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True)
-    assert done.returncode == 1 and json.loads(done.stdout)["errors"] == 1
-
-
 def test_the_run_is_written_as_training_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view, "EVALUATED", 5)
     writer = view.Writer()

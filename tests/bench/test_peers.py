@@ -66,12 +66,6 @@ def test_results_of_both_systems_are_printed_and_written(tmp_path: Path, capsys:
     assert content["command"].startswith("python bench/transformers_generate.py --shape tiny")
 
 
-def test_options_of_other_measurements_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--table", "--startup"):
-        assert main([option], COMMAND) == 2
-        assert "assay bench engine" in capsys.readouterr().err
-
-
 TINY = Workload(shape="tiny", prompts=2, samples=4, prompt_tokens=9, new=8)
 OPTIONS = StepOptions(device="cpu", dtype="float32", steps=2)
 TRL_COMMAND = partial(run_command, trl_step, trl_step.PROGRAM)

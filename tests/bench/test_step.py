@@ -16,7 +16,6 @@ from assay.bench.step import (
     StepOptions,
     measure_step,
     measure_training,
-    number_renderer,
     parse_settings,
     step_benchmark,
     step_row_id,
@@ -99,14 +98,6 @@ def test_with_a_kl_term_the_reference_is_timed() -> None:
     assert row["kl"] == 0.1 and row["id"].endswith(step_row_id("-kl0.1", OPTIONS)) and row["parts_s"]["reference"] > 0
 
 
-def test_number_renderer_has_no_stop_tokens() -> None:
-    renderer = number_renderer(512)
-    assert renderer.stop_token_ids == () and renderer.stop == () and renderer.tokenizer.vocab_size == 512
-    assert renderer.tokenizer.encode("8 511 77") == [8, 511, 77] and renderer.decode([9, 2, 500]) == "9 500"
-    with pytest.raises(UserError, match="above 8"):
-        number_renderer(8)
-
-
 def test_settings_of_the_updater_are_parsed_by_type() -> None:
     assert parse_settings(("token_budget=64", "max_grad_norm=0.5")) == {"token_budget": 64, "max_grad_norm": 0.5}
     assert step_row_id("x", StepOptions(set=("token_budget=64", "max_grad_norm=1.0"))) == "x-token_budget64"
@@ -138,16 +129,6 @@ def test_memory_of_a_gpu_step() -> None:
     assert row["dtype"] == "bfloat16" and row["trained_tokens"] == 128
 
 
-def test_all_tokens_except_the_first_are_trained() -> None:
-    group = SEQUENCES.group(512, run=0)
-    rows = rows_of([group], make_algorithm("grpo"))
-    assert [row.trained for row in rows] == [[0] + [1] * 15] * 4
-    assert all(len(row.ids) == 16 and row.weight > 0 for row in rows)
-    assert sorted(row.advantage for row in rows) == [-1, -1, 1, 1]
-    again, other = (SEQUENCES.group(512, run).rollouts[0].token_ids for run in (0, 1))
-    assert rows[0].ids == again != other
-
-
 def test_the_row_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 21.0])
     monkeypatch.setattr(step_module, "now", lambda device: next(times))
@@ -161,6 +142,8 @@ def test_the_row_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Updater, "update", recorded)
     options = replace(OPTIONS, set=("token_budget=32",))
     (row,) = measure_training(SEQUENCES, options)
+    rows = rows_of([SEQUENCES.group(512, run=0)], make_algorithm("grpo"))  # all tokens but the first are trained
+    assert [one.trained for one in rows] == [[0] + [1] * 15] * 4
     assert row["id"] == step_row_id("train-tiny-4x16", options) and "-token_budget32" in row["id"]
     assert (row["runs"], row["tokens_per_s"], row["first_run_tokens_per_s"]) == ([32.0, 64.0], 48.0, 7.1)
     assert budgets == [32] * 3 and row["token_budget"] == 32 and row["trained_tokens"] == 60

@@ -57,16 +57,6 @@ def test_requests_of_fixed_lengths() -> None:
     assert not prompts & {tuple(request.prompt_ids) for request in work.make_requests(20, run=1)}
 
 
-def test_requests_of_the_long_tail_cycle_through_the_prompts() -> None:
-    work = Workload(shape="tiny", lengths="longtail", prompts=3, requests=8, prompt_tokens=5, new=40)
-    requests = work.make_requests(50, run=2)
-    prompts = [tuple(request.prompt_ids) for request in requests]
-    assert prompts[:3] == prompts[3:6] and prompts[:2] == prompts[6:] and len(set(prompts)) == 3
-    assert [request.params.max_new_tokens for request in requests] == work.new_tokens
-    assert {request.params.n for request in requests} == {1} and len({request.seed for request in requests}) == 8
-    assert work.batch == 8 and Workload(lengths="longtail").batch == 1024
-
-
 def test_ids_distinguish_workloads_of_engines(tmp_path) -> None:
     longtail = TABLE[2]
     changes: list[dict[str, Any]] = [{"prompt_tokens": 64}, {"top_p": 0.9}, {"temperature": 0.0}, {"max_batch": 7}]

@@ -78,7 +78,7 @@ def test_the_documented_settings_exist() -> None:
 
 
 def test_the_documented_thresholds_are_those_of_the_program() -> None:
-    from assay.checks import causes, results, steps
+    from assay.checks import causes, diagnosis, steps
     from assay.checks.settings import REASONABLE
 
     texts = {name: evidence for name, _, evidence, _ in ROWS}
@@ -90,10 +90,10 @@ def test_the_documented_thresholds_are_those_of_the_program() -> None:
         ("always_clipped", steps.CLIPPED, steps.CLIPPED_SEQUENCES),
         ("few_useful_groups", steps.USELESS),
         ("entropy_collapse", steps.LOW_ENTROPY),
-        ("memory_full", results.FULL),
-        ("starving", results.STARVING, causes.LONG),
-        ("not_significant", results.SIGNIFICANT),
-        ("no_change", results.MIN_PROBLEMS),
+        ("memory_full", diagnosis.FULL),
+        ("starving", diagnosis.STARVING, causes.LONG),
+        ("not_significant", diagnosis.SIGNIFICANT),
+        ("no_change", diagnosis.MIN_PROBLEMS),
         ("kl_blow_up", steps.SHORT),
     ):
         assert all(re.search(rf"(?<![\d.]){limit:g}(?!\d)", texts[name]) for limit in limits), name

@@ -12,7 +12,7 @@ from metric_rows import steps
 from assay.checks import Diagnosis, diagnose_run
 from assay.checks.diagnosis import with_examples
 from assay.runs import Run
-from assay.runs.reading import RunFiles
+from assay.runs.directory import RunFiles
 from tests.checks.test_steps import WRONG
 
 NO_ANSWER = {"reward": 0.0, "status": "no_answer", "parsed": None, "parts": {}, "detail": "no \\boxed{...}"}
@@ -79,9 +79,7 @@ def test_problems_in_training_and_evaluation_are_reported(run: Run) -> None:
 
 DAMAGE: dict[str, tuple[str, str]] = {
     "metrics": ("metrics.jsonl", '{"step": 3, "rew'),
-    "metrics of another kind": ("metrics.jsonl", '[1]\n{"step": "x"}\n'),
     "config": ("config.toml", "not toml ["),
-    "summary": ("summary.json", "{"),
     "summary of another kind": ("summary.json", '{"before": 3, "after": [], "paired": "x", "steps": null}'),
     "rollouts": ("rollouts/step-000006.jsonl", '{"prompt_id": 3}\nnot json\n{"messages": "text", "verdict": 7}\n'),
     "evaluation": ("evals/step-000000-before-test.jsonl", '\xff\n{"messages": [3]}\n'),

@@ -14,10 +14,10 @@ from metric_rows import CONFIG, names, steps, summary
 
 from assay.checks import diagnose, diagnose_run
 from assay.checks.causes import FIRST, LONG
-from assay.checks.results import problems_needed, record_speed
+from assay.checks.diagnosis import problems_needed, record_speed
 from assay.evals.stats import mcnemar
 from assay.runs import Run
-from assay.runs.reading import RunFiles
+from assay.runs.directory import RunFiles
 
 
 def test_a_difference_that_may_be_chance_is_a_note_with_the_number_of_problems_needed() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from assay.bench import step, workload
 from assay.bench.engine import Options
-from assay.bench.step import Sequences
 from assay.bench.workload import TABLE, Workload, command_options
 from assay.cli import bench
 from assay.cli.main import main, parse
@@ -32,6 +31,19 @@ def parsed(*words: str) -> argparse.Namespace:
 def parsed_command(row: dict[str, Any]) -> argparse.Namespace:
     """The arguments of the command that a row was measured with."""
     return parsed(*shlex.split(row["command"])[2:])
+
+
+@pytest.fixture
+def progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is shown at once, and in plain lines, as in a terminal."""
+    monkeypatch.setattr(console, "INTERVAL", 0.0)
+    monkeypatch.setattr(console, "IDLE_INTERVAL", 0.0)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+
+def shows(printed: str, *operations: str) -> bool:
+    places = [printed.index(f"\n{text}  ") for text in operations]
+    return places == sorted(places) and "\x1b[?25l" not in printed  # no live display
 
 
 HELP = """
@@ -52,24 +64,21 @@ def test_help_imports_neither_torch_nor_the_settings() -> None:
     assert "--prompt-tokens" in done.stdout and "--train-only" in done.stdout and "--step-tokens" in done.stdout
 
 
-def test_defaults_are_the_standard_workload() -> None:
-    assert bench.engine_work(parsed("engine")) == bench.step_work(parsed("step")) == Workload() == TABLE[0]
-    assert bench.engine_work(parsed("engine", "--lengths", "longtail")) == TABLE[2]
-    assert bench.step_work(parsed("step", "--train-only")) == Sequences()
-
-
 def test_options_of_a_workload_round_trip() -> None:
     for work in (*TABLE, Workload(shape="tiny", model=None, top_p=0.9, max_batch=3, temperature=0.0)):
         assert bench.engine_work(parsed("engine", *command_options(work))) == work
     assert command_options(Workload(shape="tiny", top_p=0.5)) == ["--shape", "tiny", "--top-p", "0.5"]  # no defaults
 
 
-def test_engine_results_are_printed_written_and_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_results_are_printed_written_and_added_to(
+    tmp_path: Path, progress: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, peers = tmp_path / "results.json", tmp_path / "peers.jsonl"
     peers.write_text('{"engine": "vllm", "shape": "tiny", "logprobs": true, "tokens_per_s": 1}\n')
     assert main(["bench", "engine", *SMALL, "--repeat", "2", "--json", str(file), "--parts"]) == 0
     printed = capsys.readouterr().out
     assert "gen-tiny-2x3x8" in printed and "6 sequences from 2 prompts" in printed and "--parts needs CUDA" in printed
+    assert shows(printed, "warm-up: sampling", "run 1 of 2: sampling", "run 2 of 2: sampling")
     longtail = ["--lengths", "longtail", "--requests", "20", "--peer-rows", str(peers), "--json", str(file)]
     assert main(["bench", "engine", *SMALL, *longtail, "--no-mismatch", "--repeat", "1"]) == 0
     assert "1 to 8 new tokens" in capsys.readouterr().out
@@ -82,27 +91,6 @@ def test_engine_results_are_printed_written_and_added_to(tmp_path: Path, capsys:
     assert ours["requests"] == 20 and "mismatch_mean_abs" not in ours
     again = parsed_command(ours)
     assert bench.engine_work(again).id in ours["id"] and not again.mismatch
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["engine", *SMALL, "--repeat", "2"], ["warm-up: sampling", "run 1 of 2: sampling", "run 2 of 2: sampling"]),
-        (["step", *SMALL, "--steps", "1"], ["warm-up: sampling", "warm-up: training", "step 1 of 1: training"]),
-        (["step", "--train-only", "--shape", "tiny", "--tokens", "16", *HOW], ["run 3 of 3: training"]),
-        (["episodes", *EPISODES], ["warm-up: episodes, rounds", "run 1 of 1: episodes, own-pace"]),
-    ],
-)
-def test_progress_is_shown_in_plain_lines(
-    words: list[str], shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(console, "INTERVAL", 0.0)
-    monkeypatch.setattr(console, "IDLE_INTERVAL", 0.0)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)  # also in a terminal
-    assert main(["bench", *words]) == 0
-    printed = capsys.readouterr().out
-    places = [printed.index(f"\n{text}  ") for text in shown]
-    assert places == sorted(places) and "\x1b[?25l" not in printed  # no live display
 
 
 def test_a_result_file_of_another_machine_is_rejected_before_measuring(
@@ -125,30 +113,26 @@ def test_the_engine_table_has_all_workloads_and_startup() -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_table_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Workload(shape="tiny", prompts=1, samples=2, prompt_tokens=4, new=3)
-    longtail = Workload(shape="tiny", lengths="longtail", prompts=2, requests=4, prompt_tokens=4, new=20)
-    monkeypatch.setattr(workload, "TABLE", (small, longtail))
-    monkeypatch.setattr(workload, "STARTUP", small)
+def test_two_starts_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    assert main(["bench", "engine", "--table", "--repeat", "1", *HOW, "--json", str(file)]) == 0
-    content = json.loads(file.read_text())
-    speed, tail, start = content["rows"]
-    assert content["command"].startswith("assay bench engine --table ")
-    assert speed["id"].startswith("gen-tiny-1x2x3") and tail["id"].startswith("gen-tiny-longtail")
+    assert main(["bench", "engine", "--startup", *SMALL, "--json", str(file)]) == 0
+    (start,) = json.loads(file.read_text())["rows"]
     assert start["id"].startswith("startup-tiny") and start["runs"] == [start["seconds_cold"], start["seconds"]]
 
 
-@pytest.mark.slow
-def test_step_results_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_results_are_printed_and_written(
+    tmp_path: Path, progress: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "results.json"
     assert main(["bench", "step", *SMALL, "--steps", "1", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "2 prompts of 9 tokens, 3 samples of 8 tokens" in printed
     assert "step-tiny-2x3x8-prompt_tokens9" in printed and "generation" in printed and "reference" not in printed
+    assert shows(printed, "warm-up: sampling", "warm-up: training", "step 1 of 1: training")
     sweep = ["--train-only", "--shape", "tiny", "--sequences", "3", "--tokens", "12", "--set", "token_budget=12,36"]
     assert main(["bench", "step", *sweep, *HOW, "--steps", "1", "--json", str(file)]) == 0
-    assert "training on 3 sequences of 12 tokens token_budget=36" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "training on 3 sequences of 12 tokens token_budget=36" in printed and shows(printed, "run 1 of 1: training")
     content = json.loads(file.read_text())
     step_row, small, large = content["rows"]
     assert step_row["trained_tokens"] == 48 and small["token_budget"] == 12 and large["token_budget"] == 36
@@ -174,12 +158,14 @@ def test_step_results_are_compared_with_rows_of_a_peer(tmp_path: Path, monkeypat
     assert trl["system"] == "trl" and ours["ratio_to_trl"] == 3.0
 
 
-@pytest.mark.slow
-def test_episode_results_are_printed_written_and_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_episode_results_are_printed_written_and_added_to(
+    tmp_path: Path, progress: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "results.json"
     assert main(["bench", "episodes", *EPISODES, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "12 episodes, at most 256 running, actions of up to 8 tokens" in printed and "12 of 12" in printed
+    assert shows(printed, "warm-up: episodes, rounds", "run 1 of 1: episodes, own-pace")
     assert main(["bench", "episodes", *EPISODES, "--max-batch", "5", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     ids = [row["id"] for row in content["rows"]]
@@ -199,7 +185,6 @@ def test_episode_results_are_printed_written_and_added_to(tmp_path: Path, capsys
         ("engine --shape tiny --peer-rows /no/such/file", "cannot read /no/such/file"),
         ("engine --shape tiny --top-p 0 --new 2 --samples 1 --prompts 1", "top_p must be"),
         ("engine --table --shape tiny", "leave out --shape tiny"),
-        ("engine --table --startup", "not allowed with"),
         ("step --new 8 --train-only", "--new is not for --train-only"),
         ("step --tokens 8", "--tokens is only for --train-only"),
         ("step --table --new 8", "--table has its own workloads"),
@@ -207,7 +192,6 @@ def test_episode_results_are_printed_written_and_added_to(tmp_path: Path, capsys
         ("step --train-only --shape tiny --tokens 40000", "exceeds the maximum length of tiny, 32768"),
         ("episodes --shape 9b", "known: nano, 0.5b, "),
         ("episodes --episodes 7", "must be a multiple of --samples 8"),
-        ("episodes --peer-rows x", "unrecognized arguments"),
         ("recipes configs/demo.toml --help", "python bench/recipes.py"),
     ],
 )

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
-import re
-import select
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,8 +45,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Chat:
-    def run_chat(*options: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def run_chat(*options: str, stdin: str | bytes = "") -> tuple[int, str, str]:
+        content = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
         code = main(["chat", *options])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
@@ -87,6 +81,11 @@ def test_a_prompt_longer_than_the_context_does_not_end_the_chat(models: tuple[st
     code, out, err = chat(models[0], "--max", "4", stdin=f"{'Ann ' * CONTEXT}\n{QUESTION}\n")
     assert code == 2 and len(out.splitlines()) == 1
     assert f"{CONTEXT + 2} tokens fills the context of {CONTEXT}" in err
+
+
+def test_invalid_bytes_and_unknown_commands_do_not_end_the_chat(models: tuple[str, str], chat: Chat) -> None:
+    code, out, err = chat(models[0], "--max", "3", stdin=b"\xff\xfe Ann\n/nonsense\nAnn")
+    assert code == 2 and len(out.splitlines()) == 2 and "unknown command '/nonsense'" in err
 
 
 @pytest.mark.parametrize(
@@ -151,30 +150,14 @@ max_new_tokens = 0
     assert (other.task.args, other.reward.wrong, other.prompt.system) == ({}, 0.0, "Ann has")
     prompt = settings_of(["run:toy@10"], {"runs_dir": str(tmp_path), "prompt.system_file": "own.txt"}).prompt
     assert (prompt.system, prompt.system_file) == ("", "own.txt")
+    (tmp_path / "train.toml").write_text('[task]\nname = "abacus"\nargs = {max_start = 3}\n[reward]\nwrong = -1.0\n')
+    given = settings_of(["run:toy@10"], {"runs_dir": str(tmp_path)}, config=str(tmp_path / "train.toml"))
+    assert (given.task.args, given.reward.wrong, given.prompt.system) == ({"max_start": 3}, -1.0, "")
     code, out, err = chat("run:toy@last", "--runs_dir", str(tmp_path), "--prompt", "/task 3")
     assert code == 0 and Abacus(max_start=2, max_steps=2).prompts("test")[3].question in out
     assert "reward -0.5" in out and "truncated" in err
     code, out, _ = chat("run:toy@10", "--runs_dir", str(tmp_path), "--prompt", "/task gsm8k 3", "--task.path", "/none")
     assert code == 2 and out == ""
-
-
-def test_a_config_has_the_effect_of_its_settings_as_options(
-    models: tuple[str, str], tmp_path: Path, chat: Chat
-) -> None:
-    config = tmp_path / "train.toml"
-    config.write_text(
-        '[task]\nname = "abacus"\nargs = {max_start = 2}\n[prompt]\nstyle = "raw"\ntemplate = "Ann has {question}"\n'
-        "[reward]\nunparsable = -0.5\nworkers = 0\n[sampling]\nmax_new_tokens = 5\n"
-    )
-    run = Run.create(tmp_path, "toy", "")
-    with checkpoints.saving(run.path, 1) as folder:
-        shutil.copytree(models[0], folder / "model")
-    words = ("run:toy@1", "--runs_dir", str(tmp_path), "--prompt", "/task 3", "--temperature", "0")
-    options = ["--task", "abacus", "--task.args.max_start", "2", "--prompt.style", "raw", "--reward.workers", "0"]
-    options += ["--prompt.template", "Ann has {question}", "--reward.unparsable", "-0.5", "--max", "5"]
-    code, out, err = chat(*words, "--config", str(config))
-    assert (code, out, err) == chat(*words, *options) and code == 0 and "reward -0.5" in out
-    assert chat(*words, "--config", str(config), "--reward.unparsable", "-0.25")[1] == out.replace("-0.5", "-0.25")
 
 
 def save_scripted_model(folder: Path, tokenizer: Tokenizer, text: str) -> None:
@@ -220,67 +203,3 @@ def test_a_checkpoint_plays_the_environment_of_its_run(
         monkeypatch.setattr(sys, "stdout", terminal := TerminalOutput())
         assert chat(*ask, "--samples", samples)[0] == 0
         assert "<< 17 + 3 =\x1b[2m 20 >>\x1b[0m #### 20" in terminal.getvalue()
-
-
-def environment() -> dict[str, str]:
-    source = Path(__file__).resolve().parents[2] / "src"
-    return {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
-
-
-@pytest.mark.slow
-def test_invalid_bytes_in_a_pipe(models: tuple[str, str]) -> None:
-    command = [sys.executable, "-m", "assay", "chat", models[0], "--max", "3"]
-    done = subprocess.run(command, input=b"\xff\xfe Ann\n/nonsense\nAnn", capture_output=True, env=environment())
-    assert done.returncode == 2 and len(done.stdout.decode().splitlines()) == 2
-    assert b"Traceback" not in done.stderr and b"unknown command '/nonsense'" in done.stderr
-
-
-class Terminal:
-    """A chat in a terminal, 100 columns wide."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._own, theirs = pty.openpty()
-        command = [sys.executable, "-m", "assay", "chat", *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), start_new_session=True
-        )
-        os.close(theirs)
-
-    def type(self, text: str) -> None:
-        os.write(self._own, text.encode())
-
-    def interrupt(self) -> None:
-        """Ctrl-C. A prompt is printed just before its line is waited for; a signal between the two would be lost."""
-        time.sleep(0.5)
-        self.process.send_signal(signal.SIGINT)
-
-    def read_until(self, pattern: str, limit_s: float = 60.0) -> str:
-        seen, deadline = "", time.monotonic() + limit_s
-        while not re.search(pattern, seen):
-            assert time.monotonic() < deadline, f"no {pattern!r} in {seen!r}"
-            if select.select([self._own], [], [], 0.1)[0]:
-                seen += os.read(self._own, 65536).decode(errors="replace")
-        return seen
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._own)
-
-
-@pytest.mark.slow
-def test_two_models_side_by_side_in_a_terminal(models: tuple[str, str]) -> None:
-    terminal = Terminal(*models, "--max", "12", "--reward.workers", "0")
-    try:
-        assert "/help lists all commands" in terminal.read_until("> $")
-        terminal.type("/task abacus 3\r")
-        seen = terminal.read_until(r"reward[^┃]*\n(.*\n)*.*> $")
-        assert re.search(r"one.*┃.*two", seen)  # two columns
-        assert re.search(r"reward 0.*│.*reward 0", seen)
-        # Ctrl-C twice in a row at the prompt exits.
-        terminal.interrupt()
-        assert "Ctrl-C again" in terminal.read_until(r"to exit.*\s+.*> $")
-        terminal.interrupt()
-        assert terminal.process.wait(timeout=20) == 130
-    finally:
-        terminal.close()

@@ -15,7 +15,14 @@ import torch
 
 from assay.cli.chat import ChatConfig
 from assay.cli.chat_screen import ChatModel, Played, Screen
-from assay.cli.chat_session import ChatSession, TaskQuestions, TaskRequest, answers_any_question, parse_task_request
+from assay.cli.chat_session import (
+    ChatSession,
+    TaskQuestions,
+    TaskRequest,
+    answers_any_question,
+    converse,
+    parse_task_request,
+)
 from assay.engine.base import Capabilities, EngineInfo, Event, Finished, Request, SamplingParams, TokenChunk
 from assay.envs import TaskEnv, make_env
 from assay.envs.base import Step, up_to_stop
@@ -238,6 +245,26 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_text_so_far(capsys: pytest.Capture
     assert capsys.readouterr().out == "[model-0]\n7 + 5\n"
     assert [message["content"] for message in session.models[0].history] == [QUESTION, "7 + 5"]
     assert engines[1].requests == [] and session.models[1].history == []
+
+
+def test_ctrl_c_twice_in_a_row_at_the_prompt_exits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed: list[str | type[BaseException]] = [KeyboardInterrupt, "/again", KeyboardInterrupt, KeyboardInterrupt]
+
+    def read(_: str) -> str:
+        word = typed.pop(0)
+        if isinstance(word, str):
+            return word
+        raise word
+
+    monkeypatch.setattr("builtins.input", read)
+    assert converse(scripted_session([Scripted(words(), ["#### 2"])])) == 130 and not typed
+    printed = capsys.readouterr().err
+    assert "/help lists all commands" in printed and "no question to repeat" in printed
+    assert printed.count("press Ctrl-C again") == 2
+    typed.append(EOFError)
+    assert converse(scripted_session([Scripted(words(), ["#### 2"])])) == 0
 
 
 @pytest.mark.parametrize(

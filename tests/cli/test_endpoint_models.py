@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_parts import NAME, command, save_folder, tiny_model
 from small_run import SmallRuns
 from stub_endpoint import Fault, StubEndpoint, message, stub_endpoint
 
@@ -62,16 +61,6 @@ def test_eval_of_two_models_without_weights(problems: Path, capsys: pytest.Captu
     assert "right: 6 requests, 60 prompt tokens, 36 completion tokens, 2 repeated" in printed.out
     everything = printed.err + printed.out + "".join(file.read_text() for file in problems.parent.iterdir())
     assert SECRET not in everything
-
-
-def test_eval_by_completions_with_few_shot_examples(problems: Path) -> None:
-    shots = problems.parent / "shots.jsonl"
-    shots.write_text(json.dumps({"question": "What is 1 + 1 ?", "solution": "#### 2"}) + "\n")
-    words = ("--reward.extract", "hash", "--openai.api", "completions", "--prompt.few_shot_file", str(shots))
-    with stub_endpoint(solves, key=SECRET) as server:
-        assert evaluate(server, problems, *words)[0]["accuracy"] == 1.0
-    assert server.requests[0]["prompt"].startswith("Question: What is 1 + 1 ?\nAnswer: #### 2\n\nQuestion: What is ")
-    assert not server.problems and server.requests[0]["stop"] == ["\nQuestion:"]
 
 
 def test_a_failed_request_is_a_status(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,27 +160,6 @@ def test_an_endpoint_cannot_be_trained_or_served_and_styles_belong_to_apis(
         assert 'needs openai.api = "completions"' in capsys.readouterr().err
         assert main(["serve", "m", "--engine", "openai"]) == 2
         assert "assay serve has its own engine" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_eval_and_chat_of_a_model_served_by_assay(
-    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TEST_KEY", "secret")  # of the server that `command` starts
-    folder = save_folder(tiny_model(), tmp_path / "tiny")
-    common = ["--eval.max_new_tokens", "8", "--data", str(problems), "--reward.extract", "hash"]
-    assert main(["eval", str(folder), "--device", "cpu", "--answers", str(tmp_path / "local.jsonl"), *common]) == 0
-    with command(str(folder), "--name", NAME, "--api-key-env", "TEST_KEY") as (_, url):
-        endpoint = ["--engine", "openai", "--openai.url", url, "--openai.api_key_env", "TEST_KEY"]
-        assert main(["eval", NAME, *endpoint, "--answers", str(tmp_path / "remote.jsonl"), *common]) == 0
-        assert main(["chat", NAME, *endpoint, "--prompt", "hello", "--temperature", "0", "--max", "8"]) == 0
-    local, remote = (
-        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        for name in ("local.jsonl", "remote.jsonl")
-    )
-    assert [row["completion"] for row in local] == [row["completion"] for row in remote]
-    assert [row["length"] for row in local] == [row["length"] for row in remote]
-    assert "tiny: 6 requests" in capsys.readouterr().out
 
 
 def test_episodes_with_several_turns(tmp_path: Path) -> None:

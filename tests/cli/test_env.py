@@ -60,12 +60,6 @@ def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "Guess a number from 1 to 3" in output and "return: 1 of 1" in output and "episode 2" in output
 
 
-def test_play_an_async_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    typed(monkeypatch, ["wrong", "gold"])
-    assert main(["env", "play", f"{ROOT}/tests/helpers/sample_env.py:AsyncEnv", "--seed", "1"]) == 0
-    assert "[reward 1]\n--- return: 1 of 1" in capsys.readouterr().out
-
-
 def test_play_stepwise_on_a_local_file_with_its_calculator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,12 @@ def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert wanted in first
     assert "3m10s" in first
     assert second.split()[:6] == ["fast", "stopped", "abacus", "preset:tiny", "grpo", "12/240"]
+    call("--dir", runs_dir, "--json")
+    facts = json.loads(capsys.readouterr().out)
+    assert [(fact["run"], fact["state"], fact["steps"]) for fact in facts] == [
+        *(("demo", "finished", 240), ("fast", "stopped", 12))
+    ]
+    assert facts[0]["after"] == SUMMARY["after"]
 
 
 def test_folders_without_runs_unknown_runs_and_incomplete_summaries(
@@ -82,18 +88,6 @@ def test_folders_without_runs_unknown_runs_and_incomplete_summaries(
     assert "50.0%" in listed(tmp_path, capsys)["after"]
     with pytest.raises(UserError, match="did you mean 'sparse'"):
         call("sprse", "--dir", tmp_path)
-
-
-def test_json(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call("--dir", runs_dir, "--json")
-    listed = json.loads(capsys.readouterr().out)
-    assert [(fact["run"], fact["state"], fact["steps"]) for fact in listed] == [
-        ("demo", "finished", 240),
-        ("fast", "stopped", 12),
-    ]
-    assert listed[0]["after"] == SUMMARY["after"]
-    call("demo", "fast", "--dir", runs_dir, "--json")
-    assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [1e-4, 4e-4]}
 
 
 def listed(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -118,24 +112,17 @@ def test_a_running_run_shows_reward_and_the_accuracy_before(tmp_path: Path, caps
     [
         ("[train]\nsteps = 9\nepochs = 2.0\n", {"reward/mean": 0.5}, "12/30"),
         ("[train]\nsteps = 9\nbudget = 1000\n", {"sampling/answers": 384.0}, "12 (384/1000 answers)"),
+        ("[sft]\nsteps = 600\n", {"step": 0, "sft/step": 30, "sft/loss": 2.0}, "warm start 30/600"),
+        ("[sft]\nsteps = 600\n", {"step": 0, "sft/step": 600, "sft/loss": 2.0}, "0/30"),
     ],
 )
-def test_progress_honours_epochs_and_budget(
+def test_progress_honours_epochs_budget_and_warm_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: str, metrics: dict[str, float], shown: str
 ) -> None:
     with Run.create(tmp_path, "now", settings) as run:
         run.write_status("running", 30)
-        run.log(12, metrics)
+        run.log(12, metrics)  # unless the metrics have a step
         assert listed(tmp_path, capsys)["steps"] == shown
-
-
-def test_progress_of_a_warm_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Run.create(tmp_path, "now", "[sft]\nsteps = 600\n[train]\nsteps = 80\n") as run:
-        run.write_status("running", 80)
-        run.log(0, {"sft/step": 30, "sft/loss": 2.0})
-        assert listed(tmp_path, capsys)["steps"] == "warm start 30/600"
-        run.log(0, {"sft/step": 600, "sft/loss": 1.0})
-        assert listed(tmp_path, capsys)["steps"] == "0/80"
 
 
 def test_a_killed_run_is_interrupted_and_a_failed_run_says_why(
@@ -226,14 +213,15 @@ def test_comparison_prints_the_paired_test_curves_and_settings(
 
 def test_json_and_the_place_of_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "runs", "one", range(10))
-    make_run(tmp_path / "runs", "two", range(8, 20))
-    assert compare(tmp_path / "runs", "compare", "one", "two", "--json", "-o", tmp_path / "here.png") == 0
+    other = make_run(tmp_path / "others", "one", range(8, 20))
+    assert compare(tmp_path / "runs", "compare", "one", other, "--json", "-o", tmp_path / "here.png") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["curves"] == str(tmp_path / "here.png") and (tmp_path / "here.png").is_file()
     (final,) = found["final"]
+    assert (final["a"], final["b"]) == (str(tmp_path / "runs" / "one"), str(other))  # they share a name
     assert final["lost"] == [f"abacus/test/{q}" for q in range(8)] and final["questions"] == 40 and final["paired"]
     assert final["p_value"] == pytest.approx(binomtest(8, 18).pvalue) and final["ci95"][0] < 0.05 < final["ci95"][1]
-    assert compare(tmp_path / "runs", "compare", "one", "two", "-o", tmp_path / "no" / "folder.png") == 2
+    assert compare(tmp_path / "runs", "compare", "one", other, "-o", tmp_path / "no" / "folder.png") == 2
     assert "choose another file with -o" in capsys.readouterr().err
 
 
@@ -301,12 +289,6 @@ def test_too_few_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert "at least two runs" in capsys.readouterr().err
     make_run(tmp_path, "compare", range(10))
     assert compare(tmp_path, "compare") == 0 and "Results" in capsys.readouterr().out
-
-
-def test_runs_with_the_same_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [make_run(tmp_path / folder, "one", range(10)) for folder in ("a", "b")]
-    assert compare(tmp_path, "compare", *paths, "-o", tmp_path / "x.png") == 0
-    assert f"{paths[1]} with {paths[0]}" in capsys.readouterr().out
 
 
 def test_blocks_are_means_on_the_scale_of_all_runs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import pytest
 from assay.cli import score
 from assay.cli.main import parse
 from assay.types import UserError
-
-GSM8K = Path(os.environ.get("ASSAY_GSM8K", Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"))
 
 Score = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], str]]
 
@@ -75,14 +72,6 @@ def test_gsm8k_rows(run: Score) -> None:
     assert summary["status"] == expected
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder: set ASSAY_GSM8K")
-def test_gold_answers_of_gsm8k(run: Score) -> None:
-    lines = (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [{**row, "completion": row["answer"]} for row in map(json.loads, lines)]
-    summary, _, _ = run(rows, "--task", "gsm8k", "--extract", "hash")
-    assert (summary["n"], summary["correct"], summary["mean_reward"]) == (1319, 1319, 1.0)
-
-
 def test_code_rows(run: Score) -> None:
     rows = [
         {"tests": ["assert f(2) == 4"], "completion": f"```python\ndef f(x): return {result}\n```"}
@@ -98,11 +87,7 @@ def test_math_and_abacus_rows(run: Score) -> None:
         {"solution": r"thus \boxed{\dfrac{1}{2}}", "completion": r"\boxed{0.5}"},
     ]
     assert statuses(run(rows, "--task", "math")[1]) == ["ok", "ok"]
-    from assay.tasks import make_task
-
-    task = make_task("abacus")
-    prompts = task.prompts("test")[:5]
-    rows = [{"gold": prompt.answer, "completion": task.gold_completion(prompt)} for prompt in prompts]
+    rows = [{"gold": "7", "completion": "3 + 4 = 7 #### 7"}]
     assert run(rows, "--task", "abacus", "--force")[0]["accuracy"] == 1.0
 
 

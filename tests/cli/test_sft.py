@@ -24,12 +24,16 @@ def test_sft_learns_the_format_of_the_solutions(small: SmallRuns, draws_curves: 
     summary = small.summary("small-sft")
     # The format of the solutions is learned long before the arithmetic.
     assert summary["before"]["format"] < summary["after"]["format"]
-    losses = [row["sft/loss"] for row in small.metrics("small-sft") if "sft/loss" in row]
-    assert len(losses) == STEPS and losses[-1] < 0.5 * losses[0]
+    fall = losses(small, "small-sft")
+    assert len(fall) == STEPS and fall[-1] < 0.5 * fall[0]
     assert (small.runs / "small-sft" / "curves.png").is_file()
 
 
-def test_rl_starts_from_the_sft_checkpoint(small: SmallRuns) -> None:
+def losses(small: SmallRuns, name: str) -> list[float]:
+    return [row["sft/loss"] for row in small.metrics(name) if "sft/loss" in row]
+
+
+def test_rl_starts_from_the_sft_checkpoint_which_equals_the_warm_start_of_a_training_run(small: SmallRuns) -> None:
     assert small("sft", small.config, "--sft.steps", 2, "--sft.batch", 4) == 0
     summary = small.summary("small-sft")
     assert (summary["algorithm"], summary["steps"], summary["tokens"]) == ("sft", 0, 0)
@@ -40,31 +44,18 @@ def test_rl_starts_from_the_sft_checkpoint(small: SmallRuns) -> None:
     assert small.train("--model", "run:small-sft@last", "--train.steps", 1) == 0
     begun = (small.checkpoint(0) / "model/model.safetensors").read_bytes()
     assert begun == (small.checkpoint(0, "small-sft") / "model/model.safetensors").read_bytes()
-
-
-def test_sft_equals_the_warm_start_of_a_training_run(small: SmallRuns) -> None:
-    words = ("--sft.steps", 3, "--sft.batch", 4)
-    assert small("sft", small.config, *words) == 0
-    assert small.train(*words, "--train.steps", 1) == 0
-    first, second = (small.checkpoint(0, name) / "model/model.safetensors" for name in ("small-sft", "small"))
-    assert first.read_bytes() == second.read_bytes()
-    losses = [[row["sft/loss"] for row in small.metrics(n) if "sft/loss" in row] for n in ("small-sft", "small")]
-    assert losses[0] == losses[1]
-
-
-def test_settings_without_a_config_file(small: SmallRuns) -> None:
-    words = ("--model", "preset:nano", "--task", "abacus", "--task.args", "{train_size = 9}", "--reward.workers", 0)
-    limits = ("--sft.steps", 1, "--sft.batch", 2, "--eval.final_examples", 2, "--sampling.max_new_tokens", 2)
-    assert small("sft", *words, *limits) == 0
-    assert small.summary("sft")["sft"]["steps"] == 1
+    assert small.train("--sft.steps", 2, "--sft.batch", 4, "--train.steps", 1, "--name", "warm") == 0
+    assert begun == (small.checkpoint(0, "warm") / "model/model.safetensors").read_bytes()
+    assert losses(small, "warm") == losses(small, "small-sft")
 
 
 def test_solutions_have_their_own_task_arguments(small: SmallRuns) -> None:
+    """And all settings can be given without a config file."""
+    words = ("--model", "preset:nano", "--task", "abacus", "--task.args", "{train_size = 9}", "--reward.workers", 0)
+    limits = ("--sft.steps", 1, "--sft.batch", 8, "--eval.final_examples", 2, "--sampling.max_new_tokens", 2)
     for name, args in (("clean", "{}"), ("sloppy", "{noise = 1.0}")):
-        words = ("--sft.steps", 3, "--sft.batch", 8, "--name", name, "--sft.args", args)
-        assert small("sft", small.config, *words) == 0
-    losses = [[row["sft/loss"] for row in small.metrics(n) if "sft/loss" in row] for n in ("clean", "sloppy")]
-    assert losses[0] != losses[1]
+        assert small("sft", *words, *limits, "--name", name, "--sft.args", args) == 0
+    assert losses(small, "clean") != losses(small, "sloppy")
 
 
 def test_mistakes_are_reported_in_one_line(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:

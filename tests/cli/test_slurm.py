@@ -66,13 +66,6 @@ def test_options_become_sbatch_lines(folder: Path, capsys: pytest.CaptureFixture
     assert (folder / "runs" / "slurm").is_dir()  # Slurm would not make it
 
 
-def test_options_that_are_not_given_are_left_to_the_cluster(folder: Path) -> None:
-    assert write() == 0
-    assert not {"gpus-per-node", "partition", "account", "time", "cpus-per-task", "mem"} & set(
-        sbatch_options(folder / "tiny.sbatch")
-    )
-
-
 def test_a_script_is_not_overwritten_by_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert write() == write() == 0  # the same again is no other
     before = (folder / "tiny.sbatch").read_text()
@@ -278,19 +271,6 @@ def test_an_existing_run_is_resumed(cluster: Path) -> None:
         assert command(cluster)[-3 - len(trusted) :] == ["train", "--resume", f"runs/{run}", *trusted]
 
 
-def test_a_failed_job_is_not_requeued(cluster: Path) -> None:
-    assert write() == 0
-    assert run_script(cluster, "1") == 1
-    assert not (cluster / "scontrol.txt").exists()
-
-
-def test_a_run_that_saves_before_the_time_limit_is_requeued(cluster: Path) -> None:
-    assert write() == 0
-    assert run_script(cluster, "when told", warn=True) == 143
-    assert (cluster / "scancel.txt").read_text() == "--signal=TERM 12003\n"
-    assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
-
-
 def test_the_signal_is_repeated_until_the_run_has_started(cluster: Path) -> None:
     assert write("--before", "kill -USR1 $$; kill -TERM $$") == 0
     assert run_script(cluster, "when told") == 143
@@ -308,10 +288,19 @@ def test_a_run_that_does_not_save_in_time_is_requeued(cluster: Path) -> None:
     os.killpg(int((cluster / "session-train").read_text()), signal.SIGKILL)  # Slurm's own work
 
 
-def test_a_cancelled_job_is_not_requeued(cluster: Path) -> None:
+def test_only_a_run_that_saves_before_the_time_limit_is_requeued(cluster: Path) -> None:
     assert write() == 0
+    assert not {"gpus-per-node", "partition", "account", "time", "cpus-per-task", "mem"} & set(
+        sbatch_options(cluster / "tiny.sbatch")
+    )  # left to the cluster
+    assert run_script(cluster, "1") == 1  # failed
     assert run_script(cluster, "when told", warn=True, state="CANCELLED") == 143
     assert not (cluster / "scontrol.txt").exists()
+    for file in ("ready", "scancel.txt"):
+        (cluster / file).unlink()
+    assert run_script(cluster, "when told", warn=True) == 143
+    assert (cluster / "scancel.txt").read_text() == "--signal=TERM 12003\n"
+    assert (cluster / "scontrol.txt").read_text() == "requeue 12003\n"
 
 
 ENGINES = ["--engines", 1, "--engine", "assay"]

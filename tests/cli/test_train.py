@@ -115,32 +115,14 @@ def test_the_run_directory_is_complete(finished: SmallRuns) -> None:
     assert (saved.seed, saved.sft.steps, saved.train.prompts, saved.optim.betas) == (11, 2, 3, (0.9, 0.95))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tag", ["@0", "@best", ""])
-def test_training_starts_from_a_checkpoint_of_another_run(small: SmallRuns, finished: SmallRuns, tag: str) -> None:
-    name, reward = f"from{tag.replace('@', '-')}", f"{small.folder}/reward.py:reward"
-    words = ["train", small.config, "--model", f"run:small{tag}", "--runs_dir", finished.runs, "--name", name]
+def test_training_starts_from_a_checkpoint_of_another_run(small: SmallRuns, finished: SmallRuns) -> None:
+    words = ["train", small.config, "--model", "run:small@best", "--runs_dir", finished.runs, "--name", "from"]
+    reward = f"{small.folder}/reward.py:reward"
     assert main([*map(str, words), "--train.steps", "1", "--reward.function", reward]) == 0
     best = json.loads((finished.runs / "small/checkpoints/best.json").read_text())["step"]
-    step = {"@0": 0, "@best": best, "": 2}[tag]
-    begun, source = (finished.checkpoint(*of) / "model/model.safetensors" for of in ((0, name), (step,)))
+    begun, source = (finished.checkpoint(*of) / "model/model.safetensors" for of in ((0, "from"), (best,)))
     assert begun.read_bytes() == source.read_bytes()
-    assert finished.summary(name)["model"] == f"run:small{tag}"
-
-
-@pytest.mark.slow
-def test_an_existing_run_name_gets_a_number(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--train.steps", 1, "--train.prompts", 1, "--eval.final_examples", 1)
-    assert small.train(*words) == 0
-    assert "exists" not in capsys.readouterr().out
-    before = small.files()
-    assert small.train(*words) == 0
-    assert "small exists: this run is small-2" in capsys.readouterr().out
-    assert small.train(*words, "--name", "small") == 0
-    assert sorted(path.name for path in small.runs.iterdir()) == ["small", "small-2", "small-3"]
-    assert small.summary("small-2")["run"] == "small-2"
-    now = small.files()
-    assert all(now[file] == content for file, content in before.items())
+    assert finished.summary("from")["model"] == "run:small@best"
 
 
 def test_results_folder_and_next_commands_are_printed(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +141,11 @@ def test_results_folder_and_next_commands_are_printed(small: SmallRuns, capsys: 
     ]
     assert re.search(r"step 2/2  reward \d\.\d\d", output)
     assert "\x1b[" not in output and not result.err  # plain lines, because stdout is not a terminal
+    before = small.files()
+    assert small.train("--train.steps", 1, "--train.prompts", 1, "--eval.final_examples", 1) == 0
+    assert "small exists: this run is small-2" in capsys.readouterr().out
+    assert small.summary("small-2")["run"] == "small-2"
+    assert before.items() <= small.files().items()
 
 
 def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +162,6 @@ def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: py
     assert "no overlap between 18 train and 2 validation problems" in output
 
 
-@pytest.mark.slow
 def test_a_single_file_is_trained_and_measured_on_different_rows(
     small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,26 +189,6 @@ def test_user_defined_task_and_reward(small: SmallRuns) -> None:
     assert line["prompt_id"].startswith("parity/") and "length" in line["verdict"]["parts"]
     assert small.train(*words, "--reward.function", "", "--sft.steps", 3, "--name", "own-judge") == 0
     assert small.summary("own-judge")["task"] == f"{file}:Parity"
-
-
-def test_user_defined_advantage_and_loss(small: SmallRuns) -> None:
-    file = small.folder / "mine.py"
-    file.write_text(
-        "def best_only(rewards):\n    return [(r == r.max()).double() for r in rewards]\n\n\n"
-        "def plain(logprobs, behaviour, advantages, low, high):\n    return -advantages * logprobs, {}\n"
-    )
-    assert small.train("--algo.advantage", f"{file}:best_only", "--algo.policy_loss", f"{file}:plain") == 0
-    lines = (small.runs / "small/rollouts/step-000001.jsonl").read_text().splitlines()
-    assert {json.loads(line)["advantage"] for line in lines} <= {0.0, 1.0}
-
-
-def test_prepared_files_are_trained_on(small: SmallRuns) -> None:
-    data = small.folder / "data"
-    sizes = ["--train-size", "12", "--val-size", "4", "--eval-size", "6"]
-    assert main(["data", "prepare", "abacus", "--out", str(data), *sizes]) == 0
-    words = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
-    assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--reward.function", "") == 0
-    assert small.summary()["before"]["n"] == 6
 
 
 def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,8 +253,9 @@ Words = Callable[[SmallRuns], list[object]]
 CHARACTERS = ("--model.tokenizer", "characters")
 BAD: dict[str, tuple[Words, str]] = {
     "a missing task": (lambda s: ["--task", ""], "no task: set task.name"),
-    "an unknown task": (lambda s: ["--task", "abacsu"], "did you mean 'abacus'"),
     "an unknown recipe": (lambda s: ["--algo.recipe", "gpro"], "did you mean 'grpo'"),
+    "a group of one": (lambda s: ["--train.samples", 1], "at least two"),
+    "a bad pattern": (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
     "no model": (lambda s: ["--model", ""], "no model: set model.source"),
     "a model folder that is not there": (lambda s: ["--model", "./nothing/here"], "nothing/here"),
     "an unknown model on the hub": (lambda s: ["--model", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
@@ -317,14 +284,11 @@ BAD: dict[str, tuple[Words, str]] = {
         lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", the_same_twice(s)],
         "test problems are also in the train split",
     ),
-    "a group of one": (lambda s: ["--train.samples", 1], "at least two"),
     "a reward function that fails, before the model is loaded": (
         lambda s: ["--reward.function", failing_reward(s), "--model", "no/such/model"],
         "ZeroDivisionError",
     ),
-    "a bad pattern": (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
     "a folder that cannot be made": (lambda s: ["--runs_dir", file_for_a_folder(s)], "choose another folder"),
-    "an unknown key": (lambda s: ["--train.stpes", 3], "did you mean 'train.steps'"),
     "an unknown device": (lambda s: ["--device", "tpu9"], "tpu9"),
     "an unknown reference": (
         lambda s: ["--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"],
@@ -374,7 +338,7 @@ def test_bad_input_is_one_line_and_writes_no_files(
 
 @pytest.mark.parametrize(
     ("function", "workers", "message"),
-    [("raises", 1, "ZeroDivisionError: cannot judge"), ("not_a_number", 0, "nan"), ("hangs", 3, "reward.timeout_s")],
+    [("not_a_number", 0, "nan"), ("hangs", 1, "reward.timeout_s")],
 )
 def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], function: str, workers: int, message: str

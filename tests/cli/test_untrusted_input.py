@@ -150,11 +150,10 @@ def test_escape_sequences_in_runs_are_not_printed(command: Command, tmp_path: Pa
         command("runs", f"run{index}{EVIL}")
 
 
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 CONFIGS: list[dict[str, Any]] = [
-    {key: value}
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    for value in (-1, 0, 10**18, 10**30, 1.5, "12", None, float("nan"))
-] + [
+    *({key: value} for key in SIZES for value in (-1, 10**18)),
+    *({SIZES[place % 5]: value} for place, value in enumerate((0, 10**30, 1.5, "12", None, float("nan")))),
     {"head_dim": -4},
     {"num_key_value_heads": 10**12},
     {"max_position_embeddings": -1},
@@ -171,9 +170,8 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_invalid_values_in_config_json(part: int, command: Command, changed: Callable[..., Path]) -> None:
-    for index, change in list(enumerate(CONFIGS))[part::2]:
+def test_invalid_values_in_config_json(command: Command, changed: Callable[..., Path]) -> None:
+    for index, change in enumerate(CONFIGS):
         command("export", changed("config.json", change), f"out-{index}")
 
 

@@ -20,18 +20,17 @@ from assay.evals.stats import (
     mcnemar,
     paired_test,
     pass_at_k,
-    pass_at_k_values,
     wilson,
 )
 from assay.types import UserError
 
 
 @settings(deadline=None)
-@given(n=st.integers(1, 2000), data=st.data(), confidence=st.sampled_from([0.8, 0.95, 0.99]))
-def test_wilson_equals_scipy(n: int, data: st.DataObject, confidence: float) -> None:
+@given(n=st.integers(1, 2000), data=st.data())
+def test_wilson_equals_scipy(n: int, data: st.DataObject) -> None:
     successes = data.draw(st.integers(0, n))
-    expected = scipy_stats.binomtest(successes, n).proportion_ci(confidence, method="wilson")
-    assert wilson(successes, n, confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    expected = scipy_stats.binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    assert wilson(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def test_wilson_published_values_and_ends() -> None:
@@ -46,22 +45,12 @@ def test_wilson_published_values_and_ends() -> None:
         wilson(3, 2)
 
 
-def test_bootstrap_is_deterministic_and_close_to_the_normal_interval() -> None:
-    values = np.random.default_rng(0).binomial(4, 0.6, size=400) / 4
-    low, high = bootstrap(values, seed=1)
-    assert (low, high) == bootstrap(values, seed=1)
-    assert (low, high) != bootstrap(values, seed=2)
-    half = 1.96 * values.std() / math.sqrt(len(values))
-    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.003)
-    narrow = bootstrap(values, seed=1, confidence=0.5)
-    assert low < narrow[0] < values.mean() < narrow[1] < high
-
-
 def test_bootstrap_equals_full_enumeration_of_resamples() -> None:
     values = np.array([0.0, 0.25, 1.0, 0.5])
     means = [np.mean(resample) for resample in itertools.product(values, repeat=4)]
     exact = np.quantile(means, [0.025, 0.975])
     assert bootstrap(values, seed=0, n=100_000) == pytest.approx(tuple(exact), abs=1e-9)
+    assert bootstrap(values, seed=1, n=9) == bootstrap(values, seed=1, n=9) != bootstrap(values, seed=2, n=9)
 
 
 def test_bootstrap_edge_cases_and_many_questions() -> None:
@@ -90,15 +79,6 @@ def test_pass_at_k_stays_exact_for_many_samples() -> None:
     for bad in ((5, 6, 1), (5, 1, 6), (5, 1, 0)):
         with pytest.raises(ValueError, match="pass@"):
             pass_at_k(*bad)
-
-
-def test_pass_at_k_of_questions() -> None:
-    correct = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=bool)
-    curve = {k: pass_at_k_values(correct, k).mean() for k in range(1, 5)}
-    brute = {k: np.mean([[any(c) for c in itertools.combinations(row, k)] for row in correct]) for k in range(1, 5)}
-    assert curve == pytest.approx(brute)
-    assert curve[1] == pytest.approx(correct.mean())
-    assert pass_at_k_values(correct, 2).tolist() == pytest.approx([0.5, 5 / 6, 0])
 
 
 def test_majority() -> None:

@@ -104,21 +104,17 @@ def test_plain_operations_are_limited_to_one_line_per_interval() -> None:
         console.progress("sampling", done, 64, "answers", tokens=100 * done)
         clock.now += 0.125
     console.progress("sampling", 64, 64, "answers", tokens=6400)
-    assert out.getvalue().splitlines() == ["start", "sampling  40/64 answers  800 tokens/s  eta 3s"]
-
-
-def test_short_operations_among_rare_lines_are_not_shown_in_plain_output() -> None:
-    """Steps of a warm start: lines every 5 seconds, and an operation per step, which lasts 0.15 seconds."""
-    console, out, clock = plain()
-    console.start(400, "warm start")
-    for step in range(1, 401):
-        for done in (0, 1166):
-            console.progress("training", done, 2332, "tokens")
-            clock.now += 0.075
+    for _ in range(80):  # short operations are not shown
+        console.progress("training", 0, 2332, "tokens")
+        clock.now += 0.15
         console.progress("training", 2332, 2332, "tokens")
-        console.step(step, {"sft/loss": 1.0})
-    lines = out.getvalue().splitlines()
-    assert len(lines) > 10 and not [line for line in lines if "training" in line]
+    console.progress("training", 0, 4096, "tokens")
+    clock.now += 8
+    console.progress("training", 1024, 4096, "tokens")  # of its own count
+    assert out.getvalue().splitlines() == [
+        *("start", "sampling  40/64 answers  800 tokens/s  eta 3s"),
+        "training  1,024/4,096 tokens  128 tokens/s  eta 24s",
+    ]
 
 
 def test_an_operation_that_has_counted_nothing_is_shown_after_a_longer_time() -> None:
@@ -128,16 +124,6 @@ def test_an_operation_that_has_counted_nothing_is_shown_after_a_longer_time() ->
         clock.now += 2
     console.progress("training", 0, 2332, "tokens")
     assert out.getvalue().splitlines() == ["training  0/2,332 tokens"]
-
-
-def test_an_operation_shows_life_before_anything_is_done() -> None:
-    console, out, clock = plain()
-    console.note("start")
-    console.progress("evaluating", 0, 500, "answers")
-    clock.now += INTERVAL
-    console.progress("evaluating", 0, 500, "answers", tokens=5000)
-    console.progress("evaluating", 0, 500, "answers", tokens=5001)
-    assert out.getvalue().splitlines() == ["start", "evaluating  0/500 answers  1,000 tokens/s"]
 
 
 def test_the_length_limit_bounds_the_remaining_time_while_no_answer_is_finished() -> None:
@@ -169,15 +155,6 @@ def test_loading_is_announced_at_once_and_once() -> None:
         "loading org/model  200M/1.54B parameters",
         "loading org/model  700M/1.54B parameters  eta 17s",
     ]
-
-
-def test_training_shows_tokens_per_second_of_its_own_count() -> None:
-    console, out, clock = plain()
-    console.note("start")
-    console.progress("training", 0, 4096, "tokens")
-    clock.now += 8
-    console.progress("training", 1024, 4096, "tokens")
-    assert out.getvalue().splitlines()[1:] == ["training  1,024/4,096 tokens  128 tokens/s  eta 24s"]
 
 
 def test_terminal_shows_an_operation_beside_the_run_and_removes_it() -> None:
@@ -215,20 +192,6 @@ def test_terminal_is_restored_when_an_operation_is_interrupted() -> None:
         console.announce("loading org/model")
         raise KeyboardInterrupt
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")  # the cursor is visible again
-
-
-def test_steps_without_a_progress_display() -> None:
-    out = io.StringIO()
-    console = Console(out)
-    console.step(0, {"before/accuracy": 0.5})
-    console.start(10, "demo")
-    console.stop()
-    console.step(10, {"after/accuracy": 0.75})
-    assert out.getvalue().splitlines() == [
-        "step 0  accuracy before 0.50",
-        "demo: 10 steps",
-        "step 10  accuracy after 0.75",
-    ]
 
 
 def test_tables_are_aligned_in_plain_output() -> None:
@@ -273,16 +236,12 @@ def test_durations_and_counts_are_short() -> None:
 UNSAFE = [*map(chr, (*range(9), *range(11, 32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)))]
 
 
-def test_text_of_any_language_is_unchanged() -> None:
-    for text in ("plain\n\ttab", "emoji 👨‍👩‍👧‍👦 🏴󠁧󠁢󠁥󠁮󠁧󠁿 ❤️", "שלום עולם", "مرحبا\u200f \u061c", "naïve — 你好 ａ"):
-        assert printable(text) == text
-
-
-@settings(max_examples=40)
-@given(st.text(alphabet=st.one_of(st.sampled_from(UNSAFE), st.characters(codec="utf-8"))))
-def test_no_control_character_is_left(text: str) -> None:
+@settings(max_examples=25)
+@given(st.text(alphabet=st.one_of(st.sampled_from(UNSAFE), st.sampled_from("a é 日 👩\u200f\n\t"))))
+def test_no_control_character_is_left_and_other_text_is_unchanged(text: str) -> None:
     shown = printable(text)
     assert not set(shown) & set(UNSAFE)
+    assert shown == text or set(text) & set(UNSAFE)
     assert "\n" not in one_line(text) and not set(one_line(text)) & set(UNSAFE)
     assert printable(shown) == shown
 

@@ -195,20 +195,6 @@ def test_truncate_after_deletes_lines_logged_after_the_checkpoint(run: Run) -> N
     assert (run.path / "metrics.jsonl").read_bytes() == saved
 
 
-def test_truncate_after_without_checkpoint_deletes_everything(run: Run) -> None:
-    run.truncate_after(-1)
-    assert run.read_metrics() == []
-    run.log(0, {"before/accuracy": 0.5})
-    with checkpoints.saving(run.path, 0) as folder:
-        (folder / "state.json").write_text("{}")
-    checkpoints.set_best(run.path, 0, 0.5)
-    run.write_summary({"steps": 0})
-    run.truncate_after(-1)
-    assert run.read_metrics() == checkpoints.steps(run.path) == []
-    assert run.read_summary() == {}
-    assert not (run.path / "checkpoints" / "best.json").exists()
-
-
 _HOLDER = """
 import sys, time
 from pathlib import Path
@@ -240,8 +226,8 @@ def test_one_writer_at_a_time_and_the_lock_is_released_on_death(tmp_path: Path) 
     assert resumed.state == "finished"
 
 
-def test_reading_runs_needs_neither_torch_nor_matplotlib() -> None:
-    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export"
+def test_reading_runs_and_the_api_need_neither_torch_nor_matplotlib_until_they_are_used() -> None:
+    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export, assay.api"
     script = f"import sys, {modules}; assert not {{'torch', 'matplotlib', 'wandb'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -290,13 +276,6 @@ def test_a_crash_before_the_config_is_written_leaves_the_name_free(tmp_path: Pat
     assert {path.name for path in run.path.iterdir()} == {".lock", "config.toml", "environment.json"}
 
 
-def test_concurrent_threads_create_different_runs(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(4) as threads:
-        runs = list(threads.map(lambda number: Run.create(tmp_path, "race", f"n = {number}\n"), range(4)))
-    assert {run.name for run in runs} == {"race", "race-2", "race-3", "race-4"}
-    assert sorted(run.config_toml for run in runs) == [f"n = {number}\n" for number in range(4)]
-
-
 def test_git_state_tells_whether_files_differ_from_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("one")
@@ -307,3 +286,10 @@ def test_git_state_tells_whether_files_differ_from_the_commit(tmp_path: Path, mo
     assert len(state["commit"]) == 40 and not state["dirty"]
     (tmp_path / "file").write_text("two")
     assert describe_environment()["git"] == {**state, "dirty": True}
+
+
+def test_concurrent_threads_create_different_runs(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        runs = list(threads.map(lambda number: Run.create(tmp_path, "race", f"n = {number}\n"), range(4)))
+    assert {run.name for run in runs} == {"race", "race-2", "race-3", "race-4"}
+    assert sorted(run.config_toml for run in runs) == [f"n = {number}\n" for number in range(4)]

@@ -69,14 +69,6 @@ def test_a_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[1]", "\x00"])
-def test_unreadable_json_is_read_as_an_empty_object(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "file.json"
-    if content is not None:
-        path.write_text(content)
-    assert read_json(path) == {}
-
-
 def test_atomic_write_flushes_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power failure may undo a rename whose folder was not flushed."""
     calls: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from assay.config import TrainConfig
-from assay.runs.reading import RunFiles, RunParts, default_settings, facts_of, flattened, setting
+from assay.runs.directory import RunFiles, default_settings, facts_of, flattened
 
 
 def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> None:
@@ -16,12 +16,6 @@ def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> N
     first, last = files.metrics()
     assert first["step"] == 1 and first["x"] != first["x"] and last == {"step": 3}
     assert files.problems == ["metrics.jsonl: 2 of 5 lines cannot be read"]  # the incomplete last line is no problem
-
-
-def test_missing_files_are_no_problem(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path)
-    assert files.config() == files.document("summary.json") == {} and files.metrics() == files.rollout_steps() == []
-    assert files.problems == []
 
 
 def test_folders_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
@@ -35,7 +29,7 @@ def test_a_run_in_progress_is_described_by_its_config_and_metrics() -> None:
         {"step": 4, "reward/mean": 0.5, "sampling/answers": 32.0, "time/wall": 12.5},
         {"step": 5, "reward/mean": float("nan")},
     ]
-    facts = facts_of(RunParts("running", {"seed": 3, "train": {"steps": 9}}, rows), "one", "runs/one")
+    facts = facts_of("one", "runs/one", "running", rows, {"seed": 3, "train": {"steps": 9}})
     assert (facts["state"], facts["steps"], facts["steps_planned"], facts["seed"]) == ("running", 5, 9, 3)
     assert facts["reward"] == 0.5  # the last finite one
     assert facts["before"] == {"accuracy": 0.25, "ci95": [0.1, 0.5]} and facts["after"] is None
@@ -44,13 +38,8 @@ def test_a_run_in_progress_is_described_by_its_config_and_metrics() -> None:
 
 def test_the_summary_comes_first() -> None:
     summary = {"task": "mix", "model": "m", "algorithm": "ppo", "seed": 0, "steps": 7, "wall_s": 2.5}
-    facts = facts_of(RunParts("finished", {"seed": 3, "task": {"name": "abacus"}}, summary=summary), "x", "runs/x")
+    facts = facts_of("x", "runs/x", "finished", config={"seed": 3, "task": {"name": "abacus"}}, summary=summary)
     assert (facts["task"], facts["seed"], facts["steps"], facts["wall_s"]) == ("mix", 0, 7, 2.5)
-
-
-def test_lookup_of_a_value_that_is_no_table() -> None:
-    assert setting({"a": {"b": 1}}, "a.b") == 1
-    assert setting({"a": 3}, "a.b") is None
 
 
 def test_a_config_with_defaults_only_equals_the_default_settings() -> None:

@@ -60,13 +60,6 @@ def test_errors_list_available_runs_and_steps(runs_dir: Path, source: str, messa
         resolve_model(source, runs_dir / "nothing")
 
 
-def test_a_checkpoint_without_model(runs_dir: Path) -> None:
-    with checkpoints.saving(runs_dir / "demo", 40) as folder:
-        (folder / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="has no model folder"):
-        resolve_model("run:demo@40", runs_dir)
-
-
 def flip_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -87,16 +80,6 @@ def test_a_damaged_checkpoint_is_refused_and_an_intact_one_named(runs_dir: Path)
     flip_bit(checkpoints.folder(run, 10) / "model" / "config.json")
     with pytest.raises(UserError, match="restore it from a backup"):
         resolve_model("run:demo@10", runs_dir)
-
-
-def test_only_what_is_loaded_is_verified(runs_dir: Path) -> None:
-    run = runs_dir / "demo"
-    with checkpoints.saving(run, 40) as folder:
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text("{}")
-        (folder / "optimizer.safetensors").write_text("moments")
-    flip_bit(checkpoints.folder(run, 40) / "optimizer.safetensors")
-    assert resolve_model("run:demo@40", runs_dir).endswith("step-000040/model")
 
 
 def test_symbolic_links_and_relative_paths_to_a_checkpoint_are_verified(
@@ -186,9 +169,28 @@ def test_readers_of_a_run_in_progress_always_get_one_whole_checkpoint(runs_dir: 
     try:
         while checkpoints.last(run) == 30:
             assert writer.poll() is None
-        found = [load_resolved("run:demo@last", runs_dir, load) for _ in range(200)]
+        found: list[set[str]] = []
+        while len(found) < 100 or len(set(map(frozenset, found))) < 4:  # until several were saved meanwhile
+            assert writer.poll() is None
+            found.append(load_resolved("run:demo@last", runs_dir, load))
     finally:
         writer.kill()
         writer.wait()
-    assert all(len(one) == 2 and "6" in one for one in found)
-    assert len(set(map(frozenset, found))) > 3  # or nothing was saved meanwhile
+    assert all(len(texts) == 2 and "6" in texts for texts in found)
+
+
+def test_a_checkpoint_without_model(runs_dir: Path) -> None:
+    with checkpoints.saving(runs_dir / "demo", 40) as folder:
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="has no model folder"):
+        resolve_model("run:demo@40", runs_dir)
+
+
+def test_only_what_is_loaded_is_verified(runs_dir: Path) -> None:
+    run = runs_dir / "demo"
+    with checkpoints.saving(run, 40) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        (folder / "optimizer.safetensors").write_text("moments")
+    flip_bit(checkpoints.folder(run, 40) / "optimizer.safetensors")
+    assert resolve_model("run:demo@40", runs_dir).endswith("step-000040/model")

@@ -15,8 +15,8 @@ from assay.evals.report import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
 from assay.types import Group, Status
-from assay.web.compare import CompareQuery, change_of, compare, paired
-from assay.web.data import RunView, ViewError
+from assay.web.data import RunView, ViewError, compare
+from assay.web.table import CompareQuery, change_of, paired
 
 BEFORE, AFTER = "step-000000-before-test", "step-000005-after-test"
 
@@ -102,18 +102,6 @@ def test_what_is_shown(tmp_path: Path) -> None:
     assert page["total"] == 4 and [row["prompt_id"] for row in page["rows"]] == ["q3", "q1"]
 
 
-def test_several_answers_per_question(tmp_path: Path) -> None:
-    before = {"q1": ["ok", "wrong"], "q2": ["wrong", "wrong"], "q3": ["ok", "ok"]}
-    after = {"q1": ["wrong", "ok"], "q2": ["ok", "wrong"], "q3": ["ok", "wrong"]}
-    answer = result(evaluated(tmp_path, before, after), show="all")
-    assert answer["counts"] == {"gained": 1, "lost": 1, "same_correct": 1, "same_wrong": 0}
-    assert [(row["a"]["share"], row["b"]["share"], row["b"]["samples"]) for row in answer["rows"]] == [
-        (0.0, 0.5, 2),
-        (1.0, 0.5, 2),
-        (0.5, 0.5, 2),
-    ]
-
-
 def test_evaluations_without_common_questions(tmp_path: Path) -> None:
     view = evaluated(tmp_path, {"q1": ["ok"]}, {"q2": ["ok"]})
     with pytest.raises(ViewError, match="no question in common") as caught:
@@ -141,6 +129,18 @@ def test_comparisons_are_computed_once(tmp_path: Path) -> None:
     assert paired(*files) is paired(*files)
     write_rollouts(view.folder.root, 5, [group_of("q1", ["ok"], "again")], "eval", split="after-test")
     assert result(view)["counts"]["same_correct"] == 1
+
+
+def test_several_answers_per_question(tmp_path: Path) -> None:
+    before = {"q1": ["ok", "wrong"], "q2": ["wrong", "wrong"], "q3": ["ok", "ok"]}
+    after = {"q1": ["wrong", "ok"], "q2": ["ok", "wrong"], "q3": ["ok", "wrong"]}
+    answer = result(evaluated(tmp_path, before, after), show="all")
+    assert answer["counts"] == {"gained": 1, "lost": 1, "same_correct": 1, "same_wrong": 0}
+    assert [(row["a"]["share"], row["b"]["share"], row["b"]["samples"]) for row in answer["rows"]] == [
+        (0.0, 0.5, 2),
+        (1.0, 0.5, 2),
+        (0.5, 0.5, 2),
+    ]
 
 
 def test_kinds_of_change() -> None:

@@ -190,13 +190,6 @@ def test_an_episode_with_several_turns(tmp_path: Path) -> None:
     assert listed(view)["rows"][0]["turns"] == 2 and listed(view)["statuses"] == {"none": 1}
 
 
-def test_evaluations_have_no_tokens(view: RunView) -> None:
-    rollout = view.rollout("step-000003-after-test", 3, 1)
-    assert rollout["tokens"] is None and rollout["tokens_problem"] == "evaluations are saved without tokens"
-    assert (rollout["text"], rollout["changed"]) == ("after 0", "gained")
-    assert rollout["turns"] == [{"role": "action", "text": "after 0", "tokens": 8, "finish": "stop"}]
-
-
 def test_a_group(view: RunView) -> None:
     group = view.group("train", 1, 1)
     assert group["prompt"] == {
@@ -297,3 +290,10 @@ def test_a_real_run(tmp_path: Path) -> None:
             assert [value for value in tokens["trainer_logprobs"] or [] if value is not None] == pytest.approx(
                 list(rollout.trainer_logprobs or [])
             )
+
+
+def test_evaluations_have_no_tokens(view: RunView) -> None:
+    rollout = view.rollout("step-000003-after-test", 3, 1)
+    assert rollout["tokens"] is None and rollout["tokens_problem"] == "evaluations are saved without tokens"
+    assert (rollout["text"], rollout["changed"]) == ("after 0", "gained")
+    assert rollout["turns"] == [{"role": "action", "text": "after 0", "tokens": 8, "finish": "stop"}]

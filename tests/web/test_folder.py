@@ -12,7 +12,7 @@ import pytest
 from web_parts import CONFIG
 
 from assay.runs import Run
-from assay.web.folder import MAX_DEPTH, RunFolder, finite_number, is_deeper, is_run_folder
+from assay.web.folder import MAX_DEPTH, RunFolder, is_deeper
 
 
 @pytest.fixture
@@ -22,12 +22,6 @@ def path(tmp_path: Path) -> Path:
             run.log(step, {"reward/mean": step / 4, "time/wall": 10.0 * step})
         run.write_summary({"task": "abacus", "steps": 3})
     return tmp_path / "one"
-
-
-def test_an_intact_run_has_no_problems(path: Path) -> None:
-    facts, problems = RunFolder(path).facts()
-    assert problems == []
-    assert (facts["run"], facts["task"], facts["steps"], facts["reward"]) == ("one", "abacus", 3, 0.75)
 
 
 def test_a_bad_line_of_metrics_does_not_hide_the_others(path: Path) -> None:
@@ -167,19 +161,6 @@ def test_links_out_of_the_folder_are_refused(path: Path, tmp_path: Path) -> None
     for name in ("../secret.json", str(secret), "rollouts/../../secret.json"):
         with pytest.raises(OSError, match="leads out"):
             folder.read(name)
-
-
-def test_a_folder_with_any_file_of_a_run_is_one(tmp_path: Path) -> None:
-    assert not is_run_folder(tmp_path) and not is_run_folder(tmp_path / "missing")
-    (tmp_path / "metrics.jsonl").touch()
-    assert is_run_folder(tmp_path)
-
-
-def test_finite_numbers() -> None:
-    assert [finite_number(value) for value in (1, 0.5, "NaN", float("inf"), True, 10**400, "x", None)] == [
-        *(1, 0.5),
-        *[None] * 6,
-    ]
 
 
 def test_depth() -> None:

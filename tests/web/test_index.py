@@ -27,7 +27,6 @@ from assay.web.index import (
     delete_unused,
     fold,
     parsed_array,
-    place_of,
     read_arrays,
     read_file,
 )
@@ -166,19 +165,6 @@ def test_an_index_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     blocked.unlink()
     assert not index.update() and index.problem is None
     assert "skipped/step-000004.jsonl" in indexed(index)
-
-
-def test_two_processes_may_index_the_same_run(tmp_path: Path) -> None:
-    path = make_run(tmp_path)
-    for step in range(1, 31):
-        write_rollouts(path, step, [group_of("p", ["ok", "wrong"])])
-    results: list[dict[str, list[str]]] = []
-    threads = [threading.Thread(target=lambda: results.append(indexed(updated(path)))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 3 and all(len(result) == 30 for result in results)
 
 
 def test_without_a_writable_cache_folder_a_temporary_one_is_used(
@@ -323,16 +309,6 @@ def test_links_and_foreign_files_are_not_indexed(tmp_path: Path) -> None:
     assert indexed(updated(other)) == {}
 
 
-def test_names_of_files() -> None:
-    place = place_of("evals/step-000010-eval-my-split.jsonl")
-    assert place is not None
-    assert (place.source, place.step, place.label, place.split) == ("step-000010-eval-my-split", 10, "eval", "my-split")
-    step = place_of("rollouts/step-1234567.jsonl")
-    assert step is not None and (step.source, step.step) == ("train", 1234567)
-    for name in ("rollouts/step-000001-x.jsonl", "rollouts/step-0000001.jsonl", "rollouts/x.jsonl"):
-        assert place_of(name) is None
-
-
 # Priority of requests
 
 
@@ -368,3 +344,16 @@ def test_requests_at_the_same_time_share_their_time() -> None:
     assert activity.share(0.1) == 0.1
     with activity, activity:
         assert activity.share(0.1) == 0.05
+
+
+def test_two_processes_may_index_the_same_run(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    for step in range(1, 31):
+        write_rollouts(path, step, [group_of("p", ["ok", "wrong"])])
+    results: list[dict[str, list[str]]] = []
+    threads = [threading.Thread(target=lambda: results.append(indexed(updated(path)))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3 and all(len(result) == 30 for result in results)

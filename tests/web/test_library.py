@@ -10,9 +10,8 @@ from permissions import public_folder, without_permission
 from web_parts import group_of, listed, make_run, standard_run
 
 from assay.runs import write_rollouts
-from assay.web.compare import CompareQuery
+from assay.web.app import Indexer, Library
 from assay.web.data import RunView, ViewError
-from assay.web.library import Indexer, Library
 
 
 def test_runs_of_several_folders_have_different_ids(tmp_path: Path) -> None:
@@ -88,14 +87,3 @@ def test_a_run_that_cannot_be_indexed_does_not_stop_the_others(tmp_path: Path, m
     assert listed(broken)["total"] == 0
     eventually(intact, 12)
     assert any("MemoryError" in problem for problem in broken.detail()["problems"])
-
-
-def test_evaluations_of_two_runs_are_compared(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        standard_run(tmp_path / name)
-    library = Library([tmp_path / "a", tmp_path / "b"])
-    query = CompareQuery(run_a="one", a="step-000000-before-test", run_b="one~2", b="step-000003-after-test")
-    answer = library.compare(query)
-    assert (answer["a"]["run"], answer["b"]["run"]) == ("one", "one~2") and answer["counts"]["gained"] == 1
-    with pytest.raises(ViewError, match="no run 'x'"):
-        library.compare(query.model_copy(update={"run_b": "x"}))

@@ -17,12 +17,10 @@ import pytest
 from web_parts import HOSTILE, answer, make_run, prompt_of, standard_run
 
 from assay.runs import Run, write_rollouts
-from assay.runs.reading import default_settings
+from assay.runs.directory import default_settings
 from assay.types import Group, Status
 from assay.web.report import (
     MAX_BYTES,
-    accuracy,
-    accuracy_intervals,
     digest,
     json_block,
     page,
@@ -102,7 +100,7 @@ def test_the_policy_allows_the_script_and_the_style_of_the_file_only(tmp_path: P
     assert f"script-src '{digest(script)}'" in policy and f"style-src '{digest(style)}'" in policy
 
 
-@pytest.mark.parametrize("text", [*HOSTILE, BREAKOUT, "a" * 100_000, "\n" * 3000])
+@pytest.mark.parametrize("text", ["\n".join(HOSTILE), BREAKOUT, "a" * 20_000, "\n" * 3000, ""])
 def test_no_text_of_a_run_becomes_markup(tmp_path: Path, text: str) -> None:
     page, _ = write_report(with_text(tmp_path, text))
     elements = Elements(page)
@@ -126,7 +124,7 @@ def test_json_cannot_end_its_block() -> None:
 def test_a_huge_run_fits_into_three_megabytes(tmp_path: Path) -> None:
     path = make_run(tmp_path)
     with Run.open(path, write=True) as run:
-        for step in range(1, 5001):
+        for step in range(1, 1501):
             run.log(step, dict.fromkeys(("reward/mean", "length/mean", "policy/entropy", "optim/lr"), step / 7))
     text = "<&>" * 2000  # four or more bytes per character
     prompts = [replace(prompt_of(f"p{n}"), messages=({"role": "user", "content": text},) * 8) for n in range(8)]
@@ -191,18 +189,21 @@ def test_text_is_escaped_and_control_characters_are_visible() -> None:
     assert shown("a\x1b[31m\u202eb") == "a␛[31m\\u202eb" and shown("\ud800") == "\ufffd" and shown(None) == ""
 
 
-def test_accuracies_have_their_interval_and_number_of_questions() -> None:
-    value, notes = accuracy({"accuracy": 0.915, "ci95": [0.9, 0.93], "n": 500})
-    assert value == "91.5 %"
-    assert [note.replace("\u00a0", " ") for note in notes] == ["95 % interval 90.0 to 93.0 %", "500 questions"]
-    assert accuracy({"accuracy": 0.5}) == ("50.0 %", []) and accuracy(None) == ("–", [])
-    rows = accuracy_intervals({"before": {"accuracy": 0.25, "ci95": [0.2, 0.3]}, "after": None})
-    assert rows == [{"label": "before", "value": 0.25, "low": 0.2, "high": 0.3}]
-
-
 def page_of(findings: Sequence[Mapping[str, Any]] = (), toml: str = "", **detail: Any) -> str:
     """The page of a run, without the style, script and data that belong to it."""
     return page({"name": "mine", "findings": findings, **detail}, toml=toml)
+
+
+def test_command_findings_versions_and_machine() -> None:
+    known = {"command": ["/opt/bin/assay", "train", "my config.toml"], "git": {"commit": "abc", "dirty": True}}
+    known |= {"versions": {"torch": "2.9"}, "machine": {"gpus": ["A", "B"], "cores": None}, "resumed": [{}, {}]}
+    cause = {"name": "x", "severity": "error", "evidence": "it is <bad>", "remedy": "stop", "examples": ("one & two",)}
+    text = page_of([cause], environment=known)
+    assert 'class="finding error"' in text and "it is &lt;bad&gt;" in text and "one &amp; two" in text
+    assert "assay train 'my config.toml'" in html.unescape(text) and "at the git commit abc, with changes" in text
+    _, _, listed = text.partition("<h2>Versions")
+    assert "2.9" in listed and "A, B" in listed and "2 times" in listed and "cores" not in listed
+    assert "assay train config.toml" in page_of() and "nothing wrong" in page_of()
 
 
 def test_only_settings_that_differ_from_defaults_are_in_the_table() -> None:
@@ -214,27 +215,3 @@ def test_only_settings_that_differ_from_defaults_are_in_the_table() -> None:
     assert "seed = 7" in whole
     assert "All settings have their defaults" in page_of(config={"seed": default_settings()["seed"]})
     assert "<h2>Settings" not in page_of()
-
-
-def test_the_command_can_be_copied() -> None:
-    known = {
-        "command": ["/opt/bin/assay", "train", "my config.toml"],
-        "folder": "/home/x",
-        "git": {"commit": "abc", "dirty": True},
-    }
-    text = html.unescape(page_of(environment=known))
-    assert "assay train 'my config.toml'" in text and "at the git commit abc, with changes" in text
-    assert "assay train config.toml" in page_of()
-
-
-def test_findings_show_their_severity_evidence_remedy_and_examples() -> None:
-    cause = {"name": "x", "severity": "error", "evidence": "it is <bad>", "remedy": "stop", "examples": ("one & two",)}
-    text = page_of([cause])
-    assert 'class="finding error"' in text and "it is &lt;bad&gt;" in text and "one &amp; two" in text
-    assert "nothing wrong" in page_of()
-
-
-def test_versions_and_machine_are_listed() -> None:
-    known = {"versions": {"torch": "2.9"}, "machine": {"gpus": ["A", "B"], "cores": None}, "resumed": [{}, {}]}
-    _, _, text = page_of(environment=known).partition("<h2>Versions")
-    assert "2.9" in text and "A, B" in text and "2 times" in text and "cores" not in text

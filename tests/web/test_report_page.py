@@ -29,8 +29,7 @@ def report(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize(("theme", "width"), [("light", 1200), ("dark", 390)])
 def test_a_report_opens_without_a_server(chromium: Any, report: Path, theme: str, width: int) -> None:
     page = chromium.new_page(viewport={"width": width, "height": 800}, color_scheme=theme, offline=True)
     said: list[str] = []

@@ -13,17 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from web_parts import make_run
 
 from assay.text import char_tokenizer, word_tokenizer
-from assay.web.folder import RunFolder
-from assay.web.rollout import (
-    FILE,
-    RunTokenizer,
-    cleaned,
-    context_spans,
-    load_tokens,
-    skip_reason,
-    token_columns,
-    turns_of,
-)
+from assay.web.folder import FILE, RunFolder, RunTokenizer, load_tokens
+from assay.web.index import cleaned, skip_reason, token_columns
 
 TURNS = [
     {"text": "a", "context_tokens": 2, "tokens": 1, "masked": True},
@@ -75,19 +66,6 @@ def test_values_of_each_token() -> None:
 def test_arrays_that_do_not_match(changes: dict[str, np.ndarray]) -> None:
     with pytest.raises((ValueError, IndexError)):
         token_columns(arrays(**changes), 1, LINE)
-
-
-def test_turns() -> None:
-    assert context_spans(LINE) == [(0, 2), (3, 4)]
-    turns = turns_of(LINE, ["prompt", "tool says 3"])
-    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in turns] == [
-        ("context", "prompt", 2),
-        ("action", "a", 1),
-        ("context", "tool says 3", 1),
-        ("action", "b", 2),
-    ]
-    assert [turn["text"] for turn in turns_of(LINE, None)] == [None, "a", None, "b"]
-    assert turns_of({"text": "only", "length": 3}, None)[0]["text"] == "only"  # an evaluation
 
 
 def test_numbers_that_are_not_finite_are_none() -> None:
@@ -177,12 +155,6 @@ def test_pieces_of_unknown_characters() -> None:
     assert {raw[3], raw[5], raw[7]} == {"E2", "AC", "FF"}
 
 
-def test_ids_beyond_the_vocabulary_have_no_text() -> None:
-    texts, _ = RunTokenizer(byte_level()).pieces([99_999, 5, 99_999])
-    assert len(texts) == 3 and texts[0] == texts[2] == ""
-    assert RunTokenizer(byte_level()).pieces([]) == ([], {})
-
-
 @pytest.mark.parametrize("tokenizer", [char_tokenizer(), word_tokenizer(["one", "two", "+"])], ids=["char", "word"])
 def test_tokenizers_of_presets(tokenizer: Any) -> None:
     ids = [4, *tokenizer.encode("one + two"), tokenizer.eos_id]
@@ -265,3 +237,9 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
     path = make_run(tmp_path / "runs")
     (path / "tokenizer").symlink_to(saved(tmp_path / "elsewhere"))
     assert load_tokens(RunFolder(path))[0] is None
+
+
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
+    texts, _ = RunTokenizer(byte_level()).pieces([99_999, 5, 99_999])
+    assert len(texts) == 3 and texts[0] == texts[2] == ""
+    assert RunTokenizer(byte_level()).pieces([]) == ([], {})

@@ -9,7 +9,7 @@ from web_parts import answer, group_of, make_run, prompt_of, standard_run
 from assay.runs import write_rollouts
 from assay.types import Finish, Group, Status
 from assay.web.data import RunView
-from assay.web.samples import ReportLimits, cut, different_prompts, paired_facts, select_samples, shortened_tokens
+from assay.web.report import ReportLimits, cut, paired_facts, select_samples, shortened_tokens
 
 
 def test_every_kind_of_sample_is_found_with_its_number(tmp_path: Path) -> None:
@@ -53,11 +53,6 @@ def test_a_run_without_rollouts_of_training_shows_its_last_evaluation(tmp_path: 
     found, _ = select_samples(RunView("one", path), ReportLimits())
     assert [kind.title for kind in found] == ["Best answers", "Worst answers", "Without a readable answer"]
     assert "the evaluation step-000001-after-test" in found[0].about and found[0].rollouts[0]["tokens"] is None
-
-
-def test_one_row_of_each_prompt_comes_first() -> None:
-    rows = [{"prompt_id": name, "n": n} for n, name in enumerate("aabac")]
-    assert [row["n"] for row in different_prompts(rows, 4)] == [0, 2, 4, 1]
 
 
 def test_long_texts_and_tokens_are_cut_and_say_so() -> None:

@@ -226,7 +226,7 @@ def test_texts_in_memory_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyP
     index = index_of(path)
     table, search = RolloutTable(list(index.files.values())), TextSearch(index.store.texts)
     for needle in ("xxx", "x 0"):
-        assert search.find(table, needle)[0].sum() == 5
+        assert search.find(table, needle, seconds=60)[0].sum() == 5
     assert len(search._cached) == 2 and search._cached_bytes <= 250
 
 

@@ -12,7 +12,7 @@ from statistics import fmean, variance
 from typing import Any, Literal
 
 from assay.runs.console import finite
-from assay.runs.reading import setting
+from assay.runs.directory import setting
 from assay.types import Problem
 
 Severity = Literal["error", "warning", "note"]  # the run cannot learn; something harms it; worth knowing

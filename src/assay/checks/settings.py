@@ -18,8 +18,7 @@ from assay.config.settings import keys
 from assay.envs import Env
 from assay.rewards import Judging, check_verdicts
 from assay.runs.curves import check_trackers
-from assay.runs.directory import check_name
-from assay.runs.reading import setting
+from assay.runs.directory import check_name, setting
 from assay.tasks import Task
 from assay.tasks.base import LazyPrompts, overlap
 from assay.types import Problem, Prompt, UserError, Verdict, plural

@@ -27,7 +27,7 @@ from assay.checks.causes import (
     values,
 )
 from assay.runs.console import finite
-from assay.runs.reading import setting
+from assay.runs.directory import setting
 from assay.types import Status
 
 NEARLY_ALL = 0.9  # of the answers have the same problem: it is the cause, and not one of several

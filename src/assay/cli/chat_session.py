@@ -24,9 +24,6 @@ from assay.tasks.base import ALL, UNLIMITED, prompts_of
 from assay.tasks.registry import build_judge_pool
 from assay.types import Finish, Message, Prompt, Status, UserError, plural, unknown_name
 
-INPUT_PROMPT = "> "
-
-
 # Questions of tasks
 
 RANDOM_RANGE = 10_000  # a random question of an endless split is one of the first, so that its index stays short
@@ -133,16 +130,12 @@ class TaskQuestions:
         named = name != self.default_task or bool(own.name or own.path)
         return ALL if named and self.task(name).has_all else "test"
 
-    def _settings(self, name: str) -> MeasureConfig:
-        return self._cfg if name == self.default_task else self._plain
-
     def _judge(self, name: str) -> Judging:
         if name not in self._judges:
-            settings = self._settings(name)
-            cfg = settings.reward
+            cfg = self._cfg if name == self.default_task else self._plain
             # One worker is enough for one user; a second would only delay the first verdict.
-            single = cfg.model_copy(update={"workers": min(cfg.workers, 1)})
-            self._judges[name] = build_judge_pool(single, self.task(name), settings.judge)
+            single = cfg.reward.model_copy(update={"workers": min(cfg.reward.workers, 1)})
+            self._judges[name] = build_judge_pool(single, self.task(name), cfg.judge)
         return self._judges[name]
 
 
@@ -354,7 +347,7 @@ def converse(session: ChatSession) -> int:
     interrupts = 0  # consecutive ones: the first stops an answer or asks, the second exits
     while True:
         try:
-            line = input(INPUT_PROMPT)
+            line = input("> ")
         except EOFError:
             print()
             return 0

@@ -18,8 +18,8 @@ from assay.cli.report import find_folder
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
+from assay.runs.directory import RunFiles
 from assay.runs.files import to_json
-from assay.runs.reading import RunFiles
 from assay.types import UserError, plural
 
 HELP = """Find out why a run does not learn, or what is wrong with a config before a run. Nothing is trained or changed.

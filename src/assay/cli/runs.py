@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from assay.runs.console import Console, duration, fraction, one_line, percent
 from assay.runs.curves import draw_comparison, draw_curves, points_of, shown_panels
-from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
+from assay.runs.directory import Run, RunFiles, access_problem, flattened, list_runs, setting, unreadable_folders
 from assay.runs.files import to_json
-from assay.runs.reading import RunFiles, flattened, setting
 from assay.runs.resolve import PREFIX, find_run, split_tag
 from assay.types import UserError, plural
 
 if TYPE_CHECKING:
-    from assay.web.compare import Questions
+    from assay.web.table import Questions
 
 HELP = """List runs, show one, or compare several.
 
@@ -124,10 +123,10 @@ def cells(fact: Mapping[str, Any]) -> dict[str, str]:
         "run": fact["run"],
         "state": fact["state"],
         "started": str(fact["started"] or UNKNOWN),
-        "task": shortened(str(fact["task"] or UNKNOWN)),
-        "model": shortened(str(fact["model"] or UNKNOWN)),
-        "algorithm": shortened(str(fact["algorithm"] or UNKNOWN)),
-        "seed": UNKNOWN if fact["seed"] is None else str(fact["seed"]),
+        "task": shortened(fact["task"]),
+        "model": shortened(fact["model"]),
+        "algorithm": shortened(fact["algorithm"]),
+        "seed": shown(fact["seed"]),
         "steps": progress(fact),
         "reward": UNKNOWN if fact["reward"] is None else fraction(fact["reward"]),
         "before": accuracy(fact["before"]),
@@ -164,7 +163,12 @@ def gains(paired: Any) -> str:
     return UNKNOWN if gained is None or lost is None else f"+{gained} / -{lost}"
 
 
-def shortened(text: str, limit: int = 32) -> str:
+def shown(value: Any) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def shortened(value: Any, limit: int = 32) -> str:
+    text = str(value or UNKNOWN)
     return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
@@ -203,7 +207,7 @@ def compare(runs: Sequence[Run], facts: Sequence[dict[str, Any]], as_json: bool,
     for title, rows in (
         ("Final answers", [final_cells(one) for one in finals]),
         ("Curves: first and last value", curve_cells(metrics)),
-        ("Settings that differ", [[key, *map(displayed, row)] for key, row in differences.items()]),
+        ("Settings that differ", [[key, *map(shown, row)] for key, row in differences.items()]),
     ):
         if rows:
             headings = FINAL_HEADINGS if title == "Final answers" else ["", *names]
@@ -246,7 +250,7 @@ def final_comparisons(runs: Sequence[Run], names: Sequence[str]) -> list[dict[st
 
 
 def final_comparison(a: Questions | str, b: Questions | str) -> dict[str, Any]:
-    from assay.web.compare import Pairing
+    from assay.web.table import Pairing
 
     if isinstance(a, str) or isinstance(b, str):
         return {"problem": "; ".join(side for side in (a, b) if isinstance(side, str))}
@@ -255,9 +259,9 @@ def final_comparison(a: Questions | str, b: Questions | str) -> dict[str, Any]:
 
 def final_questions(run: Run, name: str) -> Questions | str:
     """The questions of the evaluation after training; a string says why there are none."""
-    from assay.web.compare import Questions
     from assay.web.folder import RunFolder
     from assay.web.index import place_of, read_file
+    from assay.web.table import Questions
 
     folder = RunFolder(run.path)
     files = [f"evals/{file}" for file in folder.names("evals")]
@@ -372,7 +376,3 @@ def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
     keys = sorted({key for config in known for key in config} - set(IGNORED_SETTINGS))
     differing = [key for key in keys if any(config.get(key) != known[0].get(key) for config in known)]
     return {key: [config and config.get(key) for config in flat] for key in differing}
-
-
-def displayed(value: Any) -> str:
-    return UNKNOWN if value is None else str(value)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         from assay.web.app import make_app
     except ImportError:
         raise missing_extra("assay view", "view") from None
-    from assay.web.library import Library
+    from assay.web.app import Library
 
     library = Library(folders(args.runs, args.dir))
     count = len(library.views())

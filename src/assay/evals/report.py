@@ -33,10 +33,9 @@ class Report:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Report:
-        rows = [[(r.verdict, r.length, r.truncated) for r in group.rollouts] for group in groups]
         outcomes = [
-            [(v.status, v.parsed, length, truncated) for v, length, truncated in row if v is not None]  # never None
-            for row in rows
+            [(v.status, v.parsed, r.length, r.truncated) for r in group.rollouts if (v := r.verdict) is not None]
+            for group in groups
         ]
         tasks = [str(group.prompt.fields.get(TASK_LABEL, "")) for group in groups]
         return cls._from([group.prompt.id for group in groups], outcomes, tasks)

@@ -15,6 +15,7 @@ from assay.types import UserError
 
 Answer = str | None
 
+CONFIDENCE = 0.95  # of all intervals
 CHUNK = 1_000_000  # random numbers generated at a time, to bound memory
 MAX_SCALE = 1024  # largest common denominator that the exact paired test tries
 MAX_EXACT_WORK = 200_000_000  # additions; beyond this the paired test uses random sign flips
@@ -29,13 +30,13 @@ class Paired:
     lost: int
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(successes: int, n: int) -> tuple[float, float]:
     """Wilson score interval of a proportion; (0, 1) if n is 0."""
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n}")
     if n == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     rate = successes / n
     center = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
@@ -45,9 +46,7 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, flo
     return low, high
 
 
-def bootstrap(
-    values_per_question: ArrayLike, seed: int, n: int = 10_000, confidence: float = 0.95
-) -> tuple[float, float]:
+def bootstrap(values_per_question: ArrayLike, seed: int, n: int = 10_000) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean over questions (samples of one question are not independent).
 
     It has no width if all values are equal; for one answer per question use `wilson`.
@@ -61,7 +60,7 @@ def bootstrap(
         values[rng.integers(0, values.size, size=(min(rows, n - start), values.size))].mean(axis=1)
         for start in range(0, n, rows)
     ]
-    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 
@@ -134,9 +133,7 @@ def paired_test(before_means: ArrayLike, after_means: ArrayLike, seed: int, roun
     return Paired(p_value, int((differences > 1e-9).sum()), int((differences < -1e-9).sum()))
 
 
-def difference_interval(
-    before: ArrayLike, after: ArrayLike, paired: bool = True, confidence: float = 0.95
-) -> tuple[float, float]:
+def difference_interval(before: ArrayLike, after: ArrayLike, paired: bool = True) -> tuple[float, float]:
     """Interval of the mean of `after` minus the mean of `before`; one value from 0 to 1 per question.
 
     For successes and failures: the score intervals of Newcombe (Statistics in Medicine 17, 1998, both articles), which
@@ -146,18 +143,18 @@ def difference_interval(
     if paired:
         _require_same_questions(was, now)
     if _are_binary(was, now):
-        return _newcombe(was, now, _correlation(was, now) if paired else 0.0, confidence)
+        return _newcombe(was, now, _correlation(was, now) if paired else 0.0)
     if paired:
-        return bootstrap(now - was, seed=0, confidence=confidence)
-    spread = [np.array(bootstrap(values, seed=0, confidence=confidence)) - values.mean() for values in (was, now)]
+        return bootstrap(now - was, seed=0)
+    spread = [np.array(bootstrap(values, seed=0)) - values.mean() for values in (was, now)]
     middle = float(now.mean() - was.mean())
     # Independent samples: distances of the ends from the means are added as variances are.
     low, high = np.hypot(spread[1][0], spread[0][1]), np.hypot(spread[1][1], spread[0][0])
     return middle - float(low), middle + float(high)
 
 
-def _newcombe(was: NDArray, now: NDArray, correlation: float, confidence: float) -> tuple[float, float]:
-    (low, high), (low_now, high_now) = (wilson(int(v.sum()), v.size, confidence) for v in (was, now))
+def _newcombe(was: NDArray, now: NDArray, correlation: float) -> tuple[float, float]:
+    (low, high), (low_now, high_now) = (wilson(int(v.sum()), v.size) for v in (was, now))
     rate, rate_now = (float(v.mean()) for v in (was, now))
 
     def distance(a: float, b: float) -> float:

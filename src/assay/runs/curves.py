@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from assay.runs.console import FINAL_LABELS, finite, one_line
-from assay.runs.directory import Run, read_metrics
+from assay.runs.directory import Run, RunFiles, read_metrics
 from assay.runs.files import atomic_write, read_json
-from assay.runs.reading import RunFiles
 from assay.types import UserError, hide_credentials, missing_extra
 
 if TYPE_CHECKING:
@@ -253,21 +252,21 @@ def _draw_accuracy(
     steps, values = _points(rows, ACCURACY)
     label = labels.get("eval") if steps else None
     axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4, label=label)
-    if bounds := _bounds(rows, "eval"):
+    if bounds := bounds_of(points_of(rows), "eval"):
         lows, highs = zip(*bounds.values(), strict=True)
         axes.fill_between(list(bounds), lows, highs, color=color, alpha=0.15, linewidth=0)
     for name in FINAL_LABELS:
         steps, values = _points(rows, f"{name}/accuracy")
-        for step, bound in _bounds(rows, name).items():
+        for step, bound in bounds_of(points_of(rows), name).items():
             axes.plot([step, step], bound, color=final_color, linewidth=1.3)
         face, label = "white" if name == "start" else final_color, labels.get(name) if steps else None
         axes.plot(steps, values, "D", color=final_color, markersize=5, markerfacecolor=face, label=label)
 
 
-def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float]]:
-    """Interval by step, if both of its bounds were logged."""
-    low, high = (dict(zip(*_points(rows, f"{name}/{end}"), strict=True)) for end in ("low", "high"))
-    return {step: (low[step], high[step]) for step in sorted(low.keys() & high.keys())}
+def bounds_of(points: Points, name: str, x: str = "step") -> dict[float, tuple[float, float]]:
+    """The 95 % intervals of an evaluation by their position, if both bounds were logged."""
+    low, high = (dict(zip(*points(f"{name}/{end}", x), strict=True)) for end in ("low", "high"))
+    return {at: (low[at], high[at]) for at in sorted(low.keys() & high.keys())}
 
 
 def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[float], list[float]]:

@@ -1,4 +1,5 @@
-"""The run directory: created once, appended to, never overwritten. One process at a time may write to it.
+"""The run directory: created once, appended to, never overwritten. One process at a time may write to it. `RunFiles`
+reads it leniently.
 
 The lock of a run is released by the operating system when its process ends, for whatever reason.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import atexit
 import errno
 import fcntl
+import io
 import itertools
 import os
 import platform
@@ -17,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,16 +29,19 @@ from typing import IO, Any
 
 import assay
 from assay.runs import checkpoints, rollouts
+from assay.runs.console import finite
 from assay.runs.files import (
     atomic_write,
     from_json,
     is_temporary,
     json_line,
     json_lines,
+    json_object,
     make_folder,
     read_json,
     remove_temporaries,
     sync,
+    unreadable,
     write_json,
     write_text,
 )
@@ -376,6 +382,164 @@ def _open_for_append(path: Path) -> IO[str]:
             file.truncate(whole)
     sync(path.parent)  # the file may be new
     return path.open("a", encoding="utf-8")
+
+
+# Reading of runs in which some files may be damaged, missing or unreadable, and facts for lists of runs
+
+METRICS = "metrics.jsonl"
+FOLDERS = ("rollouts", "evals")
+
+
+class RunFiles:
+    """Reads the files of a run. Nothing is raised: `problems` says what could not be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._problems: dict[str, str] = {}  # by file
+
+    @property
+    def problems(self) -> list[str]:
+        """One line per file, also for folders that cannot be listed."""
+        for folder in FOLDERS:
+            try:
+                os.listdir(self.path / folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._problems[folder] = f"{folder} cannot be listed ({reason(error)})"
+        return list(self._problems.values())
+
+    def add_problem(self, text: str) -> None:
+        self._problems[text] = text
+
+    def config(self) -> dict[str, Any]:
+        """The settings; empty if they cannot be read."""
+        try:
+            return tomllib.loads((self._read(self.path / "config.toml") or b"").decode())
+        except (ValueError, RecursionError) as error:
+            self._problems["config.toml"] = f"config.toml is not valid TOML ({error})"
+            return {}
+
+    def document(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file; empty if it is missing or damaged."""
+        content = self._read(self.path / name)
+        value = None if content is None else json_object(content)
+        if content is not None and value is None:
+            self._problems[name] = f"{name} is damaged: it has no JSON object"
+        return value or {}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that can be read."""
+        rows = [{key: from_json(value) for key, value in row.items()} for row in self.lines(self.path / METRICS)]
+        return [row for row in rows if isinstance(row.get("step"), int)]
+
+    def lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The lines of a file that are JSON objects. The incomplete last line of metrics is left out without a word:
+        the run may be in progress, or was killed.
+        """
+        name = self.name(path)
+        lines = json_lines(io.BytesIO(self._read(path) or b""))
+        values = [line.value for line in lines if line.is_complete or line.value is not None or name != METRICS]
+        if damaged := values.count(None):
+            self._problems[name] = f"{name}: {damaged} of {len(values)} lines cannot be read"
+        yield from (value for value in values if value is not None)
+
+    def name(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
+
+    def _read(self, path: Path) -> bytes | None:
+        """The content of a file; None if it is missing or cannot be read."""
+        if why := unreadable(path):
+            self._problems[self.name(path)] = f"{self.name(path)} {why}"
+            return None
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:  # of the disk
+            self._problems[self.name(path)] = f"{self.name(path)} cannot be read ({reason(error)})"
+            return None
+
+
+def reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+NOTHING: Mapping[str, Any] = {}
+
+
+def facts_of(
+    name: str,
+    path: str,
+    state: str,
+    rows: Sequence[Mapping[str, Any]] = (),
+    config: Mapping[str, Any] = NOTHING,
+    summary: Mapping[str, Any] = NOTHING,
+    status: Mapping[str, Any] = NOTHING,
+    environment: Mapping[str, Any] = NOTHING,
+) -> dict[str, Any]:
+    """What lists and comparisons show of a run. `rows`: lines of metrics.jsonl; the others: contents of its files."""
+    facts = {
+        "run": name,
+        "path": path,
+        "state": state,
+        "error": status.get("error") if state == "failed" else None,
+        "started": environment.get("started"),
+        "task": summary.get("task") or setting(config, "task.name"),
+        "model": summary.get("model") or setting(config, "model.source"),
+        "algorithm": summary.get("algorithm") or setting(config, "algo.recipe"),
+        "seed": summary.get("seed", setting(config, "seed")),
+        "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
+        "steps_planned": status.get("total_steps", planned_steps(config)),
+        "warm_start": {"step": last(rows, "sft/step"), "steps": setting(config, "sft.steps")},
+        "answers": last(rows, "sampling/answers"),
+        "budget": setting(config, "train.budget") or None,
+        "reward": last(rows, "reward/mean"),
+        "wall_s": summary.get("wall_s", last(rows, "time/wall")),
+        "config": config,
+    }
+    facts |= {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
+    if not summary and (value := last(rows, "before/accuracy")) is not None:
+        low, high = last(rows, "before/low"), last(rows, "before/high")
+        facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
+    return facts
+
+
+def planned_steps(config: Mapping[str, Any]) -> int | None:
+    """Number of steps in the settings of a run that has not begun; None if it depends on the data."""
+    steps, epochs, budget = (setting(config, f"train.{key}") for key in ("steps", "epochs", "budget"))
+    return None if epochs or budget else steps
+
+
+def last(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    """The last value of a metric that is a finite number."""
+    return next((value for row in reversed(rows) if (value := finite(row, metric)) is not None), None)
+
+
+def setting(tree: Any, key: str) -> Any:
+    """The value of a dotted key of the config; None if it is not set."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def default_settings() -> dict[str, Any]:
+    """Defaults of all settings by dotted keys, as they are read from a config file. None: there is no fixed default."""
+    from assay.config import TrainConfig  # takes longer to import than the rest
+
+    return {key: _as_read(value) for key, value in flattened(TrainConfig().model_dump()).items()}
+
+
+def _as_read(value: Any) -> Any:
+    return [_as_read(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # Contents of environment.json: versions, machine, command

@@ -44,11 +44,8 @@ Kind = Literal["train", "eval", "skipped"]
 SCHEMA = 2  # version of the files that are written here, and the newest one that can be read
 _FOLDERS = {"train": "rollouts", "eval": "evals", "skipped": "skipped"}
 _VERDICT = tuple(field.name for field in fields(Verdict))
-COMPUTED = (
-    "trainer_logprobs",
-    "entropies",
-    "ref_logprobs",
-)  # arrays of a step that has computed them; NaN for other tokens
+# Arrays of a step that has computed them; NaN for other tokens.
+COMPUTED = ("trainer_logprobs", "entropies", "ref_logprobs")
 DAMAGE = (  # exceptions that wrong content causes
     *(ValueError, TypeError, AttributeError, LookupError, OverflowError, EOFError, MemoryError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
@@ -136,7 +133,11 @@ def read_arrays(run_path: Path, step: int, kind: Kind = "train") -> dict[str, np
 
 def _check_schema(path: Path, version: int) -> None:
     if version > SCHEMA:
-        raise UserError(f"{path} has schema version {version}, newer than {SCHEMA}: read it with a newer assay")
+        raise UserError(newer_schema(path, version))
+
+
+def newer_schema(file: object, version: int) -> str:
+    return f"{file} has schema version {version}, newer than {SCHEMA}: read it with a newer assay"
 
 
 def rollout_steps(run_path: Path, kind: Kind = "train") -> list[int]:
@@ -243,7 +244,8 @@ def _arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         "advantages": _floats([[rollout.advantage for rollout in rollouts]]),
     }
     if any(rollout.token_advantages is not None for rollout in rollouts):
-        arrays["token_advantages"] = _aligned(_floats(map(_token_advantages, rollouts)), mask)
+        values = [r.token_advantages or [r.advantage] * r.trained for r in rollouts]
+        arrays["token_advantages"] = _aligned(_floats(values), mask)
     for name in COMPUTED:
         values = [getattr(rollout, name) for rollout in rollouts]
         if any(own is not None for own in values):
@@ -279,11 +281,6 @@ def _shortened(exact: np.ndarray) -> np.ndarray:
     return short if np.array_equal(short, exact, equal_nan=True) else exact
 
 
-def _token_advantages(rollout: Rollout) -> list[float]:
-    own = rollout.token_advantages
-    return [rollout.advantage] * rollout.trained if own is None else own
-
-
 def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any]], start: int) -> Rollout:
     turns: list[Turn] = []
     trained: dict[str, list[float]] = {name: [] for name in ("token_advantages", *COMPUTED) if name in flat}
@@ -317,9 +314,7 @@ def _read_rollout(line: dict[str, Any], prompt: Prompt, flat: dict[str, list[Any
         masked=line["masked"],
         cut_off=line.get("cut_off", False),
         bootstrap_ids=line.get("bootstrap_ids"),
-        trainer_logprobs=_unless_missing(trained.get("trainer_logprobs")),
-        entropies=_unless_missing(trained.get("entropies")),
-        ref_logprobs=_unless_missing(trained.get("ref_logprobs")),
+        **{name: _unless_missing(trained.get(name)) for name in COMPUTED},  # type: ignore[arg-type]
     )
 
 

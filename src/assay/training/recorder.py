@@ -18,8 +18,7 @@ import torch
 
 from assay.algos import Algorithm
 from assay.checks import Diagnosis, diagnose, remember
-from assay.checks.diagnosis import diagnose_files, with_examples
-from assay.checks.results import record_speed
+from assay.checks.diagnosis import diagnose_files, record_speed, with_examples
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
 from assay.evals.report import Report, compare, evaluate
@@ -30,8 +29,7 @@ from assay.rollout import Collector, sampling_params
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
 from assay.runs.curves import Tracker, make_trackers
-from assay.runs.directory import read_metrics
-from assay.runs.reading import RunFiles
+from assay.runs.directory import RunFiles, read_metrics
 from assay.runs.resolve import MODEL
 from assay.system.memory import host_memory_use
 from assay.training import non_finite

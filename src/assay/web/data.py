@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -21,11 +22,11 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from assay.checks.diagnosis import diagnose_files
-from assay.runs.curves import X_LABELS, shown_panels
+from assay.runs.curves import X_LABELS, bounds_of, shown_panels
+from assay.runs.directory import RunFiles
 from assay.runs.files import json_object, to_json
-from assay.runs.reading import RunFiles
 from assay.types import describe_error
-from assay.web.folder import MAX_DEPTH, RunFolder, Stamp, is_deeper, stamp_of
+from assay.web.folder import MAX_DEPTH, RunFolder, RunTokenizer, Stamp, is_deeper, load_tokens, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
     FOLDERS,
@@ -36,17 +37,14 @@ from assay.web.index import (
     Place,
     RunIndex,
     activity,
-    file_name,
-    place_of,
-    read_arrays,
-    read_file,
-)
-from assay.web.rollout import (
-    RunTokenizer,
     cleaned,
     context_spans,
-    load_tokens,
+    file_name,
+    fold,
+    place_of,
     problem_of_arrays,
+    read_arrays,
+    read_file,
     skip_reason,
     token_columns,
     turns_of,
@@ -55,12 +53,18 @@ from assay.web.table import (
     ALL_EVALUATIONS,
     CHANGES,
     OK,
+    OUTCOMES,
+    SHOWN,
+    CompareQuery,
     Integer,
+    Key,
     Names,
+    Pairing,
     RolloutsQuery,
     RolloutTable,
     Text,
     TextSearch,
+    paired,
 )
 
 FACTS = (
@@ -248,17 +252,19 @@ class RunView:
         intervals = {
             name: bounds
             for name in series
-            if name.endswith("/accuracy") and (bounds := self._interval(name.removesuffix("accuracy"), x))
+            if name.endswith("/accuracy") and (bounds := self._intervals(name.removesuffix("/accuracy"), x))
         }
         shown = [{"metric": p.metric, "title": p.title, "share": p.share, "x": p.x} for p in panels]
         return {"cursor": cursor, "series": series, "intervals": intervals, "panels": shown}
 
-    def _interval(self, prefix: str, x: str) -> dict[str, list[float]] | None:
-        """Bounds of the 95 % interval, at the positions that have both."""
-        low, high = (dict(zip(*map(np.ndarray.tolist, self.folder.metrics.points(prefix + end, x)), strict=True))
-                     for end in ("low", "high"))  # fmt: skip
-        both = sorted(low.keys() & high.keys())
-        return {"x": both, "low": [low[at] for at in both], "high": [high[at] for at in both]} if both else None
+    def _intervals(self, name: str, x: str) -> dict[str, list[float]] | None:
+        bounds = bounds_of(self.folder.metrics.points, name, x)
+        columns = {
+            "x": [*bounds],
+            "low": [low for low, _ in bounds.values()],
+            "high": [high for _, high in bounds.values()],
+        }
+        return {key: np.array(column).tolist() for key, column in columns.items()} if bounds else None
 
     # Rollouts
 
@@ -449,6 +455,52 @@ def evaluation_facts(place: Place, file: IndexedFile | None) -> dict[str, Any]:
         "count": None if file is None else len(file.rows),
         "correct": None if file is None else int((file.rows["status"] == OK).sum()),
     }
+
+
+def compare(view_a: RunView, view_b: RunView, query: CompareQuery) -> dict[str, Any]:
+    """Compare two evaluations, of one run or of two."""
+    files = [(view_a, view_a.evaluation(query.a)), (view_b, view_b.evaluation(query.b))]
+    pairing = paired(files[0][1], files[1][1])
+    if not pairing.keys:
+        raise ViewError("the two evaluations have no question in common", 400)
+    folded = fold(query.search)
+    prompts = pairing.a.prompts
+    found = [key for key in pairing.keys if not folded or any(folded in fold(text) for text in prompts[key])]
+    chosen = [key for change in SHOWN[query.show] for key in found if pairing.changes[key] == change]
+    counts = Counter(pairing.changes.values())
+    return {
+        **{
+            side: {"run": view.id, **evaluation_facts(file.place, file)}
+            for side, (view, file) in zip("ab", files, strict=True)
+        },
+        "counts": {change: counts[change] for change in OUTCOMES},
+        "p_value": pairing.p_value,
+        "unpaired": len(pairing.a.shares) + len(pairing.b.shares) - 2 * len(pairing.keys),
+        "total": len(chosen),
+        "rows": _rows(pairing, chosen[query.offset : query.offset + query.limit], files),
+    }
+
+
+def _rows(pairing: Pairing, keys: list[Key], files: list[tuple[RunView, IndexedFile]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"prompt_id": pairing.a.prompts[key][0], "change": pairing.changes[key]} for key in keys
+    ]
+    for side, (view, file), questions in zip("ab", files, (pairing.a, pairing.b), strict=True):
+        lines = view.lines(file, [questions.lines[key][0] for key in keys])
+        for row, key, line in zip(rows, keys, lines, strict=True):
+            verdict = line.get("verdict")
+            if side == "a":
+                row |= {name: line.get(name) for name in ("messages", "answer")}
+            row[side] = {
+                **{name: line.get(name) for name in ("text", "reward", "length")},
+                **{name: verdict.get(name) if isinstance(verdict, dict) else None for name in ("status", "parsed")},
+                "index": questions.lines[key][0],
+                "step": file.place.step,
+                "source": file.place.source,
+                "samples": len(questions.lines[key]),
+                "share": questions.shares[key],
+            }
+    return rows
 
 
 @lru_cache(KEPT_ARRAYS)

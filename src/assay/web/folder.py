@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,10 +22,10 @@ from typing import IO, Any
 import numpy as np
 
 from assay.checks.causes import FIRST
-from assay.runs.directory import is_locked, state_of
+from assay.runs.directory import facts_of, is_locked, setting, state_of
 from assay.runs.files import from_json, json_lines
-from assay.runs.reading import RunParts, facts_of
-from assay.types import describe_error, hide_credentials
+from assay.text.stream import REPLACEMENT, Detokenizer
+from assay.types import UserError, describe_error, hide_credentials
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
 MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
@@ -171,28 +173,22 @@ class RunFolder:
         """The object in a JSON file of the run."""
         return self._parsed(name, json.loads)
 
-    def parts(self) -> tuple[RunParts, list[str]]:
-        """What is known about the run, and which files cannot be read."""
+    def facts(self) -> tuple[dict[str, Any], list[str]]:
+        """What is known about the run, and which files cannot be read. Values of unexpected types are left out."""
         read = {name: self.document(f"{name}.json") for name in ("summary", "status", "environment")}
+        documents = {name: value for name, (value, _) in read.items()}
         config, config_problem = self.config()
         problems = self.metrics.read()
-        status, summary = read["status"][0], read["summary"][0]
-        state = state_of(is_locked(self.root), status, summary)
+        state = state_of(is_locked(self.root), documents["status"], documents["summary"])
         if self.metrics.incomplete and state != "running":
             problems = [*problems, INCOMPLETE]
         problems = [p for p in (config_problem, *(p for _, p in read.values())) if p] + list(problems)
         rows = [self.metrics.last] if self.metrics.last else []
-        return RunParts(state, config, rows, summary, status, read["environment"][0]), problems
-
-    def facts(self) -> tuple[dict[str, Any], list[str]]:
-        """See `assay.runs.reading`: values of unexpected types are left out."""
-        parts, problems = self.parts()
-        path = str(self.path)
         try:
-            facts = facts_of(parts, self.name, path)
+            facts = facts_of(self.name, str(self.path), state, rows, config, **documents)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
             problems = [*problems, f"some facts have unexpected values ({describe_error(error)})"]
-            facts = facts_of(RunParts(parts.state, rows=parts.rows), self.name, path)
+            facts = facts_of(self.name, str(self.path), state, rows)
         return checked(facts), problems
 
 
@@ -392,3 +388,137 @@ def as_integers(values: np.ndarray) -> np.ndarray:
     """The values as integers, if all of them are."""
     exact = bool((np.abs(values) <= LARGEST).all() and (values == np.trunc(values)).all())
     return values.astype(np.int64) if exact else values
+
+
+# The tokenizer of a run, from files of the run, or from the model that its config names, if that is on this machine.
+# There are no downloads, and no code of models is run.
+
+FILE = "tokenizer.json"
+MAX_TOKENIZER = 256 * 2**20  # bytes of a tokenizer.json
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class RunTokenizer:
+    """A tokenizer of the tokenizers package, for decoding only."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        decoder = getattr(backend, "decoder", None)
+        state = decoder.__getstate__() if decoder is not None else b""
+        self._byte_level = b"ByteLevel" in (state if isinstance(state, bytes) else b"")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> tuple[list[str], dict[int, str]]:
+        """The text of each token: joined, they are the decoded text. And bytes, in hexadecimal, by position.
+
+        Of a character that takes several tokens, the last token has the text. The tokens of such characters, and
+        those that are not valid UTF-8, have their bytes in the second result.
+        """
+        detokenizer = Detokenizer(self.decode)
+        texts = [detokenizer.add([index]) for index in ids]
+        if texts:
+            texts[-1] += detokenizer.finish()
+        return texts, self._bytes_of(ids, texts)
+
+    def _bytes_of(self, ids: Sequence[int], texts: Sequence[str]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for place, text in enumerate(texts):
+            is_part = not text or REPLACEMENT in text or (place > 0 and not texts[place - 1])
+            if is_part and (raw := self._token_bytes(ids[place])) and not is_utf8(raw):
+                found[place] = raw.hex(" ").upper()
+        return found
+
+    def _token_bytes(self, index: int) -> bytes:
+        token = self._backend.id_to_token(index)
+        if token is None:
+            return b""
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        if self._byte_level:
+            with suppress(KeyError):  # an added token, which is ordinary text
+                return bytes(_BYTES[character] for character in token)
+        return b""
+
+
+def is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 characters stand for themselves, the other bytes are numbered from U+0100 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def load_tokens(folder: RunFolder) -> tuple[RunTokenizer | None, str | None]:
+    """The tokenizer of a run, or why there is none. May take seconds."""
+    problems = []
+    for path in _candidates(folder):
+        try:
+            return RunTokenizer(_load(path)), None
+        except Exception as error:  # damaged files make the libraries raise any exception
+            problems.append(f"{path} cannot be read ({describe_error(error, 120)})")
+    if problems:
+        return None, f"no tokenizer: {problems[0]}"
+    return None, f"no tokenizer in the run's checkpoints: copy the model's {FILE} to {folder.path / 'tokenizer'}"
+
+
+def _candidates(folder: RunFolder) -> Iterator[Path]:
+    """Files and folders with a tokenizer, the run's own first."""
+    checkpoints = [f"checkpoints/{name}/model" for name in reversed(folder.names("checkpoints"))]
+    for name in ("tokenizer", *checkpoints, "base", "reference"):
+        with suppress(OSError):
+            yield folder.resolve(f"{name}/{FILE}")
+    config, _ = folder.config()
+    environment, _ = folder.document("environment.json")
+    for key in ("tokenizer", "source"):
+        source = setting(config, f"model.{key}")
+        if isinstance(source, str) and source and "\0" not in source and ":" not in source:
+            yield from _local(source, environment)
+
+
+def _local(source: str, environment: Mapping[str, Any]) -> Iterator[Path]:
+    """A model on this machine: a path, also relative to the folder of the run's command, or in the hub's cache."""
+    started_in = environment.get("folder")
+    path = Path(source).expanduser()
+    bases = [Path(), *([Path(started_in)] if isinstance(started_in, str) and "\0" not in started_in else [])]
+    for base in bases:
+        with suppress(OSError):
+            full = base / path
+            if full.is_file() and full.suffix.lower() == ".gguf":
+                yield full
+            elif (full / FILE).is_file():
+                yield full / FILE
+            elif full.is_dir():
+                yield full
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+        with suppress(Exception):  # not in the cache, or not a valid name
+            from huggingface_hub import try_to_load_from_cache
+
+            if isinstance(cached := try_to_load_from_cache(source, FILE), str):
+                yield Path(cached)
+
+
+def _load(path: Path) -> Any:
+    if path.name == FILE:
+        from tokenizers import Tokenizer as Backend  # much faster than transformers, whose import takes seconds
+
+        if path.stat().st_size > MAX_TOKENIZER:
+            raise UserError(f"it has more than {MAX_TOKENIZER >> 20} MiB")
+        return Backend.from_file(str(path))
+    from assay.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(str(path)).hf.backend_tokenizer

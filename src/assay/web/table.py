@@ -1,4 +1,5 @@
-"""All indexed rollouts of a run as arrays: filters, order, search, and pass rates of prompts over time.
+"""All indexed rollouts of a run as arrays: filters, order, search, and pass rates of prompts over time; and the
+comparison of two evaluations.
 
 A `RolloutTable` does not change; a new one replaces it when the index has changed.
 """
@@ -9,7 +10,7 @@ import re
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from assay.evals.stats import difference_interval, paired_test
 from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, activity, file_name, fold
 
 OK = STATUSES.index("ok")
@@ -347,3 +349,93 @@ class TextSearch:
             while self._cached_bytes > CACHED_TEXT and len(self._cached) > 1:
                 self._cached_bytes -= len(self._cached.popitem(last=False)[1][0])
         return texts, ends
+
+
+# Two evaluations question by question: which were gained, which were lost, and a paired test. Two questions are the
+# same if their ids, texts and gold answers are the same: generated problems can have the same id and differ. System
+# messages are not compared, because they are part of what may differ between runs.
+
+OUTCOMES = ("gained", "lost", "same_correct", "same_wrong")
+SHOWN = {"changed": OUTCOMES[:2], "gained": OUTCOMES[:1], "lost": OUTCOMES[1:2], "all": OUTCOMES}
+Key = tuple[int, int]  # hash of the question, and a number if several questions are equal
+KEPT_COMPARISONS = 16
+
+
+class Questions:
+    """The questions of an evaluation: share of correct answers, and the lines of the answers."""
+
+    def __init__(self, file: IndexedFile) -> None:
+        rows = {name: file.rows[name].tolist() for name in ("group", "index", "prompt", "question", "status")}
+        groups: dict[int, list[int]] = {}
+        for position, group in enumerate(rows["group"]):
+            if group >= 0:  # else the line is damaged
+                groups.setdefault(group, []).append(position)
+        seen: Counter[int] = Counter()
+        self.shares: dict[Key, float] = {}
+        self.lines: dict[Key, list[int]] = {}
+        self.prompts: dict[Key, tuple[str, str]] = {}
+        for positions in groups.values():
+            question = rows["question"][positions[0]]
+            key = question, seen[question]
+            seen[question] += 1
+            self.shares[key] = sum(rows["status"][position] == OK for position in positions) / len(positions)
+            self.lines[key] = [rows["index"][position] for position in positions]
+            self.prompts[key] = file.prompts[rows["prompt"][positions[0]]]
+
+
+class Pairing:
+    """The common questions of two evaluations, in the order of the first.
+
+    Without common questions, all questions of A are compared with all of B: `p_value` is None, and nothing is gained or
+    lost.
+    """
+
+    def __init__(self, a: Questions, b: Questions) -> None:
+        self.a, self.b = a, b
+        self.keys = [key for key in a.shares if key in b.shares]
+        self.changes = {key: change_of(a.shares[key], b.shares[key]) for key in self.keys}
+        self.shares = [np.array([side.shares[key] for key in self.keys or side.shares]) for side in (a, b)]
+        self.p_value = paired_test(self.shares[0], self.shares[1], seed=0).p_value if self.keys else None
+
+    def facts(self) -> dict[str, Any]:
+        """Accuracies on the compared questions, their difference, and the ids of questions gained and lost."""
+        was, now = self.shares
+        common = len(self.keys)
+        return {
+            "paired": common > 0,
+            "questions": common,
+            "only_a": len(self.a.shares) - common,
+            "only_b": len(self.b.shares) - common,
+            "accuracy_a": float(was.mean()),
+            "accuracy_b": float(now.mean()),
+            "difference": float(now.mean()) - float(was.mean()),
+            "ci95": difference_interval(was, now, paired=common > 0),
+            "p_value": self.p_value,
+            "gained": self._changed("gained"),
+            "lost": self._changed("lost"),
+        }
+
+    def _changed(self, change: str) -> list[str]:
+        return [self.a.prompts[key][0] for key in self.keys if self.changes[key] == change]
+
+
+def change_of(before: float, after: float) -> str:
+    if abs(after - before) > 1e-9:
+        return "gained" if after > before else "lost"
+    return "same_correct" if after >= 0.5 else "same_wrong"
+
+
+@lru_cache(KEPT_COMPARISONS)
+def paired(a: IndexedFile, b: IndexedFile) -> Pairing:
+    """The comparison of two evaluations. If a file changes, it gets a new `IndexedFile`."""
+    return Pairing(Questions(a), Questions(b))
+
+
+class CompareQuery(Page):
+    """Two evaluations by the ids of their runs and their names, and which questions are listed."""
+
+    run_a: Text
+    a: Text
+    run_b: Text
+    b: Text
+    show: Literal["changed", "gained", "lost", "all"] = "changed"

@@ -46,23 +46,6 @@ temperature = 1.0
 [reward]
 workers = 0
 """
-GUESS = """
-model = "preset:nano"
-device = "cpu"
-[env]
-name = "guess"
-max_tokens = 3
-args = {high = 4, tries = 3}
-[sampling]
-max_new_tokens = 9
-[train]
-steps = 2
-prompts = 3
-samples = 4
-[eval]
-examples = 4
-final_examples = 5
-"""
 HOSTILE = (
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
     "<svg onload='window.hacked = 3'><a href='javascript:window.hacked = 4'>click</a>"
@@ -71,9 +54,15 @@ HOSTILE = (
 LONG = 100_000  # tokens
 
 
-def assay(*words: str, folder: Path) -> subprocess.Popen[str]:
+TRAIN_TWICE = """
+from assay.cli.main import main
+main(["train", "small.toml"]) or main(["train", "small.toml", "--name", "other", "--seed", "1"])
+"""
+
+
+def python(*words: str, folder: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, "-m", "assay", *words]
+    command = [sys.executable, *words]
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -81,17 +70,14 @@ def assay(*words: str, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="session")
 def browser_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs: small and other (tasks), guess (episodes), hostile, damaged, long (100,000 tokens),
-    skipped (a batch that was not trained)."""
+    """A folder with runs: small, other, hostile, damaged, long (100,000 tokens), skipped (a batch that was not
+    trained)."""
     folder = tmp_path_factory.mktemp("browser")
     (folder / "reward.py").write_text(REWARD)
     (folder / "small.toml").write_text(SMALL + f'function = "{folder}/reward.py:reward"\n')
-    (folder / "guess.toml").write_text(GUESS)
-    for words in (["small.toml"], ["small.toml", "--name", "other", "--seed", "1"], ["guess.toml"]):
-        process = assay("train", *words, folder=folder)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
     runs = folder / "runs"
+    output, _ = python("-c", TRAIN_TWICE, folder=folder).communicate(timeout=300)
+    assert (runs / "other" / "summary.json").exists(), output
     make_hostile(runs)
     make_damaged(runs)
     make_long(runs)
@@ -155,7 +141,7 @@ class View:
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
-        self.process = assay("view", str(runs), "--port", "0", "--no-open", folder=runs.parent)
+        self.process = python("-m", "assay", "view", str(runs), "--port", "0", "--no-open", folder=runs.parent)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         match = re.search(r"http://\S+", line)

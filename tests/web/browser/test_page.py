@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ def total(tab: Tab) -> int:
 def test_the_list_of_runs_shows_the_results_of_each_run(tab: Tab, browser_runs: Path) -> None:
     shown = {row[1].split("\n")[0]: row for row in rows(tab)}
     assert set(shown) == {path.name for path in browser_runs.iterdir()}
-    for name in ("small", "other", "guess"):
+    for name in ("small", "other"):
         summary = json.loads((browser_runs / name / "summary.json").read_text())
         reward = [row["reward/mean"] for row in lines_of(browser_runs / name / "metrics.jsonl") if "reward/mean" in row]
         _, _, state, task, algorithm, steps, shown_reward, before, after, *_ = shown[name]
@@ -95,6 +95,15 @@ def test_the_summary_shows_facts_findings_and_curves(tab: Tab, browser_runs: Pat
     titles = page.locator(".chart-title").all_inner_texts()
     assert titles[:2] == ["Reward (mean)", "Evaluation accuracy (95 % interval)"] and "Learning rate" in titles
     page.locator(".findings, .healthy").wait_for()
+    page.locator(".metric-group summary", has_text="status").click()  # all metrics can be drawn
+    page.locator('[data-metric="status/ok"] .curve').wait_for(state="attached")
+    page.get_by_role("button", name="Time", exact=True).click()
+    chart = page.locator('[data-metric="reward/mean"]')
+    chart.locator("svg").focus()
+    page.keyboard.press("End")
+    last = [row["time/wall"] for row in lines_of(browser_runs / "small" / "metrics.jsonl") if "reward/mean" in row][-1]
+    text = chart.locator(".readout-x").inner_text()
+    assert text.endswith("seconds") and number(text.split()[0]) == pytest.approx(last, rel=1e-3)
 
 
 def test_the_crosshair_shows_exact_values(tab: Tab, browser_runs: Path) -> None:
@@ -121,34 +130,6 @@ def test_the_crosshair_shows_exact_values(tab: Tab, browser_runs: Path) -> None:
     texts = accuracy.locator(".readout-row").first.inner_text()
     shown = [number(text) for text in re.findall(r"[\d.]+\u00a0%", texts)]
     assert shown == pytest.approx([100 * row[f"eval/{key}"] for key in ("accuracy", "low", "high")], abs=0.006)
-
-
-def test_smoothing_draws_an_average_over_the_raw_line(tab: Tab) -> None:
-    page = tab.open("#/run/small?smoothing=0.9")
-    chart = page.locator('[data-metric="reward/mean"]')
-    assert chart.locator(".raw").count() == 1
-    raw, smooth = chart.locator(".raw").get_attribute("d"), chart.locator(".curve").get_attribute("d")
-    assert raw != smooth
-    page.locator("input[name=smoothing]").fill("0")
-    assert chart.locator(".raw").count() == 0 and chart.locator(".curve").get_attribute("d") == raw
-    assert "smoothing=0" in page.url
-
-
-def test_time_axis(tab: Tab, browser_runs: Path) -> None:
-    page = tab.open("#/run/small")
-    page.get_by_role("button", name="Time", exact=True).click()
-    chart = page.locator('[data-metric="reward/mean"]')
-    chart.locator("svg").focus()
-    page.keyboard.press("End")
-    last = [row["time/wall"] for row in lines_of(browser_runs / "small" / "metrics.jsonl") if "reward/mean" in row][-1]
-    text = chart.locator(".readout-x").inner_text()
-    assert text.endswith("seconds") and number(text.split()[0]) == pytest.approx(last, rel=1e-3)
-
-
-def test_all_metrics_can_be_drawn(tab: Tab) -> None:
-    page = tab.open("#/run/small")
-    page.locator(".metric-group summary", has_text="status").click()
-    page.locator('[data-metric="status/ok"] .curve').wait_for(state="attached")
 
 
 def test_prompts_have_the_pass_rates_of_the_files(tab: Tab, browser_runs: Path) -> None:
@@ -184,33 +165,6 @@ def test_prompts_have_the_pass_rates_of_the_files(tab: Tab, browser_runs: Path) 
     assert all(shown[0][0][:20] in row[0] for row in rows(tab))
 
 
-def test_filters_of_rollouts_count_as_the_files_do(tab: Tab, browser_runs: Path) -> None:
-    lines = [line for step in train_lines(browser_runs / "small").values() for line in step]
-    statuses = Counter(line["verdict"]["status"] for line in lines)
-    median = sorted(line["length"] for line in lines)[len(lines) // 2]
-    word = next(word for line in lines for word in line["text"].split() if len(word) > 3)
-    expected = {
-        "": len(lines),
-        "step=3": len(train_lines(browser_runs / "small")[3]),
-        "status=ok": statuses["ok"],
-        "status=wrong": statuses["wrong"],
-        "min_reward=0.5": sum(line["reward"] >= 0.5 for line in lines),
-        "max_reward=0": sum(line["reward"] <= 0 for line in lines),
-        f"max_length={median}": sum(line["length"] <= median for line in lines),
-        "truncated=1": sum(line["truncated"] for line in lines),
-        f"search={word}": sum(word in line["text"] + line["messages"][0]["content"].lower() for line in lines),
-    }
-    for query, count in expected.items():
-        tab.open(f"#/run/small/rollouts?{query}")
-        tab.page.locator(".pager").wait_for()
-        assert total(tab) == count, query
-    tab.open("#/run/small/rollouts")
-    chips = tab.page.locator(".chip[data-status]").evaluate_all(
-        "chips => chips.map(chip => [chip.dataset.status, chip.lastChild.textContent])"
-    )
-    assert {status: number(count) for status, count in chips} == statuses
-
-
 def test_filters_change_the_list_and_the_address(tab: Tab, browser_runs: Path) -> None:
     page = tab.open("#/run/small/rollouts")
     before = total(tab)
@@ -233,21 +187,6 @@ def test_filters_change_the_list_and_the_address(tab: Tab, browser_runs: Path) -
     page.locator("select[name=source]").select_option(AFTER)
     tab.until("location.hash.includes('source=')")
     tab.until("document.querySelector('.pager .count')?.innerText.includes('of 40')")
-
-
-def test_pages_of_rollouts(tab: Tab) -> None:
-    page = tab.open("#/run/small/rollouts")
-    assert len(rows(tab)) == 50 and tab.text(".pager .count") == "1 to 50 of 144 rollouts"
-    first = page.locator("main tbody tr").first.get_attribute("data-href")
-    page.get_by_role("button", name="Next").click()
-    tab.until("document.querySelector('.pager .count').innerText.startsWith('51')")
-    page.keyboard.press("n")
-    tab.until("document.querySelector('.pager .count').innerText.startsWith('101')")
-    assert len(rows(tab)) == 44 and "offset=100" in page.url
-    page.go_back()
-    page.go_back()
-    tab.until("document.querySelector('.pager .count')?.innerText.startsWith('1 ')")
-    assert page.locator("main tbody tr").first.get_attribute("data-href") == first
 
 
 def tip(tab: Tab) -> dict[str, str]:
@@ -296,54 +235,6 @@ def test_tokens_show_the_numbers_of_the_arrays(tab: Tab, browser_runs: Path) -> 
     assert line["text"] in re.sub(r" ?<\w+>", "", "".join(tokens.all_text_contents()))  # without special tokens
 
 
-def test_colors_of_tokens(tab: Tab, browser_runs: Path) -> None:
-    step, index = trained_rollout(browser_runs / "small")
-    page = tab.open(f"#/run/small/rollout/train/{step}/{index}")
-    page.locator(".token").first.wait_for()
-    options = page.locator("select[name=coloring] option").evaluate_all("options => options.map(one => one.value)")
-    assert {"engine", "trainer", "ratio", "advantage", "mask"} <= set(options)
-
-    def strengths() -> list[float]:
-        return page.locator(".token").evaluate_all(
-            "tokens => tokens.map(one => parseFloat(one.style.getPropertyValue('--strength')))"
-        )
-
-    engine = strengths()
-    sampled = page.locator(".segment.action .token").count()
-    assert engine[:-sampled] == [0.0] * (len(engine) - sampled) and max(engine[-sampled:]) > 30
-    page.locator("select[name=coloring]").select_option("mask")
-    assert strengths() == [0.0] * (len(engine) - sampled) + [90.0] * sampled
-    assert "color=mask" in page.url
-    page.reload()
-    page.locator(".token").first.wait_for()
-    assert page.locator("select[name=coloring]").input_value() == "mask"
-
-
-def test_a_group_shows_all_answers_side_by_side(tab: Tab, browser_runs: Path) -> None:
-    page = tab.open("#/run/small/group/3/1")
-    expected = [line for line in train_lines(browser_runs / "small")[3] if line["group"] == 1]
-    assert page.locator(".card > .text").all_inner_texts() == [line["text"] for line in expected]
-    advantages = [number(text) for text in page.locator(".card header .push span").all_inner_texts()]
-    assert advantages == pytest.approx([line["advantage"] for line in expected], rel=5e-3)
-    page.locator(".card a").nth(2).click()
-    page.locator(".token").first.wait_for()
-    assert page.url.partition("?")[0].endswith(f"/rollout/train/3/{1 * 4 + 2}")
-
-
-def test_episodes_show_context_and_sampled_turns(tab: Tab, browser_runs: Path) -> None:
-    lines = train_lines(browser_runs / "guess")[1]
-    index = max(range(len(lines)), key=lambda place: len(lines[place]["turns"]))
-    turns = lines[index]["turns"]
-    assert len(turns) > 1
-    page = tab.open(f"#/run/guess/rollout/train/1/{index}")
-    page.locator(".segment").first.wait_for()
-    titles = page.locator(".segment").evaluate_all("parts => parts.map(part => part.className)")
-    assert titles == ["segment context", "segment action"] * len(turns)
-    counts = [page.locator(".segment").nth(place).locator(".token").count() for place in range(2 * len(turns))]
-    assert counts == [count for turn in turns for count in (turn["context_tokens"], turn["tokens"])]
-    assert page.locator(".message.action .text").all_inner_texts() == [turn["text"] for turn in turns]
-
-
 def test_changes_are_those_of_the_two_evaluations(tab: Tab, browser_runs: Path) -> None:
     lines = [lines_of(browser_runs / "small" / "evals" / f"{name}.jsonl") for name in (BEFORE, AFTER)]
     before, after = (np.array([line["verdict"]["status"] == "ok" for line in part]) for part in lines)
@@ -362,15 +253,6 @@ def test_changes_are_those_of_the_two_evaluations(tab: Tab, browser_runs: Path) 
     page.get_by_role("button", name="Lost").click()
     tab.until("location.hash.includes('show=lost')")
     tab.until(f"document.querySelectorAll('.pair').length === {(before & ~after).sum()}")
-
-
-def test_config_and_command(tab: Tab) -> None:
-    page = tab.open("#/run/small/config")
-    shown = {row[0]: row[1] for row in rows(tab)}
-    assert shown["optim.lr"] == "0.001" and shown["task.name"] == "abacus" and "versions.torch" in shown
-    assert page.locator(".command").inner_text().endswith("train small.toml")
-    page.get_by_placeholder("Search settings").fill("sampling.max_new")
-    tab.until("document.querySelectorAll('main .panel')[1].querySelectorAll('tbody tr').length === 1")
 
 
 def test_runs_are_compared(tab: Tab, browser_runs: Path) -> None:
@@ -468,16 +350,12 @@ def test_theme_follows_the_system_and_a_choice_is_remembered(open_tab: Callable[
     assert dark.page.evaluate(background) == colors[1]
 
 
-@pytest.mark.parametrize("run", ["small", "hostile"])
-def test_no_view_is_wider_than_a_phone(open_tab: Callable[..., Tab], run: str) -> None:
+def is_as_wide_as_a_phone(page: Any) -> bool:
+    return page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]
+
+
+def test_on_a_phone_no_view_is_too_wide_and_controls_have_names(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(width=390, height=844, is_mobile=True, has_touch=True)
-    tab.expected_statuses = {400}  # no question in common
-    for fragment in EVERY_VIEW:
-        page = tab.open(fragment.format(run=run))
-        assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [390, 390], fragment
-
-
-def test_controls_have_names(tab: Tab) -> None:
     for fragment in EVERY_VIEW:
         page = tab.open(fragment.format(run="small"))
         nameless = page.evaluate(
@@ -485,34 +363,32 @@ def test_controls_have_names(tab: Tab) -> None:
             .filter(one => !one.innerText?.trim() && !one.getAttribute('aria-label') && !one.labels?.length)
             .map(one => one.outerHTML)"""
         )
-        assert nameless == [], fragment
+        assert nameless == [] and is_as_wide_as_a_phone(page), fragment
 
 
 # Hostile, damaged, unusual and growing runs
 
 
-def test_hostile_text_is_only_text(tab: Tab) -> None:
+def test_hostile_text_is_only_text_which_fits_on_a_phone(open_tab: Callable[..., Tab]) -> None:
+    tab = open_tab(width=390, height=844, is_mobile=True, has_touch=True)
     tab.expected_statuses = {400, 404}  # no question in common, or no such run
     for fragment in [*EVERY_VIEW, "#/run/<img src=x onerror=window.hacked=6>", "#/run/%E0%A4%A"]:
         page = tab.open(fragment.format(run="hostile"))
         page.wait_for_timeout(100)
-        assert page.evaluate("window.hacked") is None, fragment
+        assert page.evaluate("window.hacked") is None and is_as_wide_as_a_phone(page), fragment
         assert page.locator("main script, main img, main iframe, main a[href^=javascript]").count() == 0, fragment
         links = page.evaluate("[...document.links].map(link => link.href)")
         assert all(link.startswith(tab.server.base) for link in links), fragment
         shown = page.evaluate("document.querySelector('main').innerText")
         hidden = "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u202a-\u202e\u2066-\u2069]"
         assert not re.findall(hidden, shown), fragment
-
-
-def test_hostile_text_is_shown_as_it_is(tab: Tab) -> None:
     tab.open("#/run/hostile/group/1/0")
     text = tab.text(".card > .text")
     assert "<script>window.hacked = 1</script>" in text and "&lt;b&gt;" in text
     assert "\u27e8U+202E\u27e9txt.exe" in text and "\u2400\u2407\u241b[31m" in text
 
 
-def test_a_damaged_run_says_what_cannot_be_read(tab: Tab) -> None:
+def test_damaged_runs_and_missing_views_say_what_cannot_be_shown(tab: Tab) -> None:
     page = tab.open("#/run/damaged")
     problems = page.locator(".problems")
     assert "summary.json" in problems.text_content()
@@ -522,19 +398,14 @@ def test_a_damaged_run_says_what_cannot_be_read(tab: Tab) -> None:
     assert "step-000002.jsonl" in problems.text_content() and "2" not in {row[0] for row in rows(tab)}
     tab.open("#/run/damaged/rollout/train/3/0")
     assert "step-000003.npz" in tab.text("main") and page.locator(".token").count() == 0
-
-
-def test_things_that_do_not_exist(tab: Tab) -> None:
     tab.expected_statuses = {404}
     for fragment, text in {
         "#/run/none": "no run",
-        "#/run/small/rollout/train/1/999": "cannot be shown",
         "#/run/small/group/1/999": "cannot be shown",
         "#/nothing": "no such view",
         "#/compare?runs=small": "two or more runs",
     }.items():
-        page = tab.open(fragment)
-        page.get_by_text(text).first.wait_for()
+        tab.open(fragment).get_by_text(text).first.wait_for()
 
 
 def test_a_long_rollout_does_not_block_the_page(tab: Tab) -> None:
@@ -569,15 +440,6 @@ def test_a_run_that_is_being_written_is_updated(open_tab: Callable[..., Tab], br
     shutil.rmtree(browser_runs / "growing")
 
 
-def test_a_new_run_appears_in_the_list(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
-    tab = open_tab()
-    tab.expected_statuses = {404}  # the page may ask for the curve of the run when it is deleted
-    assert tab.page.get_by_role("link", name="fresh").count() == 0
-    Run.create(browser_runs, "fresh", 'seed = 1\n[task]\nname = "abacus"\n').close()
-    tab.page.get_by_role("link", name="fresh").wait_for()
-    shutil.rmtree(browser_runs / "fresh")
-
-
 def test_a_lost_server_is_reported_and_found_again(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
     tab = open_tab()
     page = tab.open("#/run/small")
@@ -607,8 +469,8 @@ def places(tab: Tab) -> list[tuple[str, int, int]]:
     return [(unquote(source), int(step), int(index)) for source, step, index in parts]
 
 
-@pytest.mark.parametrize("query", ["status=wrong&sort=length&order=desc", "source=eval&search=1"])
-def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened(tab: Tab, query: str) -> None:
+def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened(tab: Tab) -> None:
+    query = "status=wrong&sort=length&order=desc"
     tab.open(f"#/run/small/rollouts?{query}")
     tab.until("document.querySelectorAll('main tbody tr').length > 5 && !document.querySelector('main [role=status]')")
     listed = places(tab)
@@ -629,19 +491,6 @@ def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened
     page.keyboard.press("Escape")  # back to the list
     tab.until("document.querySelector('main tbody tr')")
     assert places(tab) == listed
-
-
-def test_the_first_and_the_last_of_a_list_have_one_neighbor(tab: Tab) -> None:
-    page = tab.open("#/run/small/rollout/train/2/0?step=2&color=advantage")
-    tab.until("document.querySelector('.head .push').textContent.includes('1 of 24')")  # the run is indexed
-    assert page.locator(".button", has_text="Previous").get_attribute("aria-disabled") == "true"
-    page.keyboard.press("j")
-    tab.until("location.hash == '#/run/small/rollout/train/2/1?step=2&color=advantage'")  # the coloring is kept
-    tab.open("#/run/small/rollout/train/2/23?step=2")
-    tab.until("document.querySelector('.head .push').textContent.includes('24 of 24')")
-    assert page.locator(".button", has_text="Next").get_attribute("aria-disabled") == "true"
-    tab.open("#/run/small/rollout/train/2/23?step=3")
-    assert "not in the list" in tab.text(".head .push")
 
 
 def test_skipped_batches_are_shown_as_not_trained(tab: Tab, browser_runs: Path) -> None:
