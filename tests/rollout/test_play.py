@@ -103,18 +103,6 @@ def test_trajectories_equal_those_of_synchronous_rounds(name: str, max_batch: in
     assert as_data(part.collect(prompts, PARAMS, (4, 2))) == as_data(ours)
 
 
-def test_small_kv_cache_changes_no_trajectory_and_leaks_no_blocks() -> None:
-    env = Chatter()
-    prompts = env.prompts("train")[:10]
-    found = []
-    for memory in (0.0, 2e-4):
-        part = collector(env, max_batch=16, kv_cache_gib=memory)
-        found.append(as_data(part.collect(prompts, PARAMS, (7, 1))))
-        assert_nothing_left(part)
-    engine: Any = part.engine
-    assert engine.blocks.total < 80 and found[0] == found[1]
-
-
 def test_episode_longer_than_the_kv_cache_is_truncated() -> None:
     """As at the end of the context: a sequence cannot be longer than the whole cache."""
     env = Chatter()
@@ -254,25 +242,6 @@ def test_errors_and_time_limits_of_steps_end_only_their_episodes(monkeypatch: py
     assert second.status is Status.ERROR and "KeyError" in second.detail
     assert len(others) == 2 and Status.ERROR not in {verdict.status for verdict in others}
     assert_nothing_left(part)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_steps_with_a_time_limit_run_concurrently(device: str) -> None:
-    """Each first step returns only when four of them are running."""
-    meeting = threading.Barrier(4)
-
-    class Meeting(Chatter):
-        slow = True
-
-        def step(self, action: str) -> Any:
-            if not self.steps:
-                meeting.wait(30)
-            return super().step(action)
-
-    part = collector(Meeting(), Limits(step_tokens=1, seconds=60.0), max_batch=4)
-    part.mesh = Mesh(device=torch.device(device))
-    found = part.collect(Chatter().prompts("train")[:2], replace(PARAMS, n=2), (1, 1))
-    assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
 
 
 @pytest.mark.parametrize("how", ["plain", "slow", "async"])

@@ -11,7 +11,6 @@ from small_run import SmallRuns
 from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
-from assay.tasks import base
 from tests.training.test_resume import Stop, stop_at
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
@@ -80,36 +79,6 @@ class Shaky(GuessNumber):
             raise OSError("the line is down")
         return found
 """
-
-
-ASYNCHRONOUS = """
-import asyncio
-from assay.envs.builtin import GuessNumber
-
-class Asynchronous(GuessNumber):
-    async def reset(self, *, seed=None, options=None):
-        await asyncio.sleep(0.001)
-        return super().reset(seed=seed, options=options)
-
-    async def step(self, action):
-        await asyncio.sleep(0.001 * (len(action) % 3))  # steps end in another order than they began
-        return super().step(action)
-"""
-
-
-def test_an_environment_with_async_methods_gives_the_run_of_a_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "LAZY_S", 0.1)
-    small = runs(tmp_path, GUESS)
-    (tmp_path / "guess.py").write_text(ASYNCHRONOUS)
-    few = ("--train.steps", 2, "--eval.final_examples", 2)
-    assert small.train(*few) == 0
-    assert small.train(*few, "--env.name", tmp_path / "guess.py:Asynchronous", "--name", "asynchronous") == 0
-    assert small.timeless("small") == small.timeless("asynchronous")
-    stale = ("--source", "async", "--source.max_staleness", 1, "--name", "stale")
-    assert small.train(*few, "--env.name", tmp_path / "guess.py:Asynchronous", *stale) == 0
-    assert sum(len(read_rollouts(small.runs / "stale", step)) for step in (1, 2)) == 6
 
 
 @pytest.mark.slow

@@ -16,13 +16,9 @@ DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
 SFT = ("--train.steps", 0, "--sft.steps", 160, "--eval.final_examples", 100)
 RL = ("--sft.steps", 0, "--train.prompts", 16, "--eval.every", 0, "--save.every", 0, "--eval.final_examples", 300)
 KINDS: dict[str, tuple[object, ...]] = {
-    "grpo": (),
-    "dapo": ("--algo.recipe", "dapo"),
-    "gspo": ("--algo.recipe", "gspo"),
-    "reinforce": ("--algo.recipe", "reinforce"),
     "kl": ("--algo.kl_coef", 0.04),
+    "dapo": ("--algo.recipe", "dapo"),
     "ppo": ("--algo.recipe", "ppo", "--critic.lr", 1e-3),
-    "lora": ("--lora.rank", 8, "--optim.lr", 5e-3),
     "qlora": ("--lora.rank", 8, "--lora.quantize", "nf4", "--optim.lr", 5e-3),
     "replay": ("--replay.groups", 8),
 }

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from small_run import SmallRuns, inject, mostly_slow
 
-from assay.runs import Run, checkpoints, rollouts
-from assay.text import Tokenizer
+from assay.runs import Run, checkpoints
 from assay.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
@@ -24,16 +23,10 @@ WORDS = ("--train.steps", STEPS, "--save.every", 2, "--eval.every", 2)
 # What cannot be written: the function, which call of it fails, and the step of the last checkpoint then.
 FULL: dict[str, tuple[Any, str, int, int | None]] = {
     "the first metrics": (Run, "log", 1, None),
-    "metrics": (Run, "log", 4, 2),
-    "an evaluation": (rollouts, "write_rollouts", 7, 2),
     "the token arrays": (np, "savez", 3, 2),
     "the first model": (checkpoint, "save_model", 1, None),
-    "a model": (checkpoint, "save_model", 3, 2),
-    "the tokenizer": (Tokenizer, "save", 3, 2),
     "moments": (checkpoint, "write_files", 3, 2),
-    "the state": (checkpoint, "write_state", 3, 2),
     "the list of files": (checkpoints, "write_json", 2, 0),
-    "the note of the best": (checkpoints, "write_json", 3, 2),
     "the rename": (checkpoints, "rename", 3, 2),
     "the summary": (Run, "write_summary", 1, STEPS),
 }

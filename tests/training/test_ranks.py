@@ -141,32 +141,30 @@ def save(folder: Path, updater: Updater, step: int) -> None:
     checkpoint.save(folder, {"step": step}, updater.policy, updater.optimizer, char_tokenizer(), updater.mesh)
 
 
-def spoil_replicas(mesh: Mesh, folder: Path, tp: int, mode: str, name: str) -> None:
-    updater = trained_muon_updater(tp, mode)
-    save(folder, updater, 1)
-    weight = dict(updater.policy.named_parameters())[name]
-    for tensor in (weight, *updater.optimizer.state[weight].values()):
-        if tensor.numel() > 1:
-            flip(tensor, mesh.rank == mesh.world - 1)
-            refused(mesh, f"{name}.* the checkpoint of step 2 is not written", lambda: save(folder, updater, 2))
-            flip(tensor, mesh.rank == mesh.world - 1)
-    assert checkpoints.steps(folder) == [1]
-    save(folder, updater, 2)
+SHARED = [  # layout, and a weight of which several ranks hold the same part
+    (1, "ddp", "model.norm.weight"),
+    (2, "ddp", "model.layers.0.mlp.up_proj.weight"),  # a part, which one other rank has too
+    (2, "ddp", "model.norm.weight"),
+    (2, "fsdp", "model.norm.weight"),  # whole for tensor parallelism, a part for FSDP
+]
+
+
+def spoil_replicas(mesh: Mesh, root: Path) -> None:
+    for number, (tp, mode, name) in enumerate(SHARED):
+        folder, updater = root / f"{number}", trained_muon_updater(tp, mode)
+        save(folder, updater, 1)
+        weight = dict(updater.policy.named_parameters())[name]
+        for tensor in (weight, *updater.optimizer.state[weight].values()):
+            if tensor.numel() > 1:
+                flip(tensor, mesh.rank == mesh.world - 1)
+                refused(
+                    mesh, f"{name}.* the checkpoint of step 2 is not written", lambda f=folder, u=updater: save(f, u, 2)
+                )
+                flip(tensor, mesh.rank == mesh.world - 1)
+        assert checkpoints.steps(folder) == [1]
+        save(folder, updater, 2)
 
 
 @pytest.mark.slow
-def test_replicas_that_differ_by_a_bit_are_not_saved(tmp_path: Path) -> None:
-    start(2, spoil_replicas, tmp_path, 1, "ddp", "model.norm.weight")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tp", "mode", "name"),
-    [
-        (2, "ddp", "model.layers.0.mlp.up_proj.weight"),  # a part, which one other rank has too
-        (2, "ddp", "model.norm.weight"),
-        (2, "fsdp", "model.norm.weight"),  # whole for tensor parallelism, a part for FSDP
-    ],
-)
-def test_shards_held_by_several_ranks_are_compared(tmp_path: Path, tp: int, mode: str, name: str) -> None:
-    start(4, spoil_replicas, tmp_path, tp, mode, name)
+def test_replicas_and_shards_that_differ_by_a_bit_are_not_saved(tmp_path: Path) -> None:
+    start(4, spoil_replicas, tmp_path)

@@ -114,7 +114,7 @@ def served() -> Iterator[AssayEngine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rows", "late", "unmerged"])
+@pytest.mark.parametrize("kind", ["rows", "unmerged"])
 @pytest.mark.parametrize("method", ["fingerprint", "probe"])
 def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.Method, kind: str) -> None:
     policy = policy_for("native", kind)

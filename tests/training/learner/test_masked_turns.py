@@ -83,12 +83,7 @@ def with_context(groups: list[Group]) -> list[Group]:
     return [replace(group, rollouts=[as_context(rollout) for rollout in group.rollouts]) for group in groups]
 
 
-QUICK = ("grpo with everything", "dr_grpo", "reinforce_pp with a reference")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
-)
+@pytest.mark.parametrize("name", CHANGES)
 def test_masked_turns_are_context(name: str) -> None:
     algo = algorithm(name).replace(soft_overlong_buffer=0.0)  # the limit of lengths is one of all that was written
     groups = episodes(SOME, seed=1)
