@@ -53,7 +53,7 @@ KINDS = {  # settings of whole runs, and a layout that computes them in another 
     "lora": (LORA, "2 fsdp"),
     "quantized": (("--lora.rank", 2, "--lora.quantize", "nf4", "--algo.kl_coef", 0.1), "2 ddp"),
     "sequences": (SEQUENCES, "4 fsdp x tp"),
-    "critic": (CRITIC, "4 fsdp x tp"),
+    "critic": (CRITIC, "2 ddp"),
     "shared-lora": ((*CRITIC, "--critic.trunk", "shared", "--lora.rank", 2), "2 fsdp"),
 }
 
@@ -150,11 +150,10 @@ def test_whole_runs_on_many_processes_equal_one_process(small: SmallRuns, kind: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rich", "shared-lora"])
+@pytest.mark.parametrize("kind", ["rich", "critic"])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(small: SmallRuns, kind: str) -> None:
     """Saved on 4, the newest checkpoint damaged: the one before it goes on as 1, and as 2."""
-    words, first = KINDS[kind][0], "4 fsdp x tp" if kind == "rich" else "2 fsdp"
-    count, spread = LAYOUTS[first]
+    words, (count, spread) = KINDS[kind][0], LAYOUTS["4 fsdp x tp"]
     assert small.train(*WORDS, *words) == 0
     ended(small.launch(count, "train", small.config, *WORDS, *words, *spread, "--name", "many"))
     same_truth(small, "small", "many")
@@ -283,26 +282,3 @@ def test_a_rank_that_fails_alone_says_so(small: SmallRuns, tmp_path: Path) -> No
     assert time.monotonic() - struck < 60
     assert "the second rank has had enough" in said
     assert json.loads((small.checkpoint(0) / "complete.json").read_text())["step"] == 0
-
-
-def each(small: SmallRuns, *words: tuple[object, ...]) -> list[Any]:
-    """One process per rank, each with words of its own, as on hosts whose config files differ."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    common = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = []
-    for rank, own in enumerate(words):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
-                patch.setenv(name, value)
-            started.append(small.process("train", small.config, *own))
-    return started
-
-
-@pytest.mark.slow
-def test_a_rank_with_another_setting_ends_all_ranks_before_there_is_a_run(small: SmallRuns) -> None:
-    said = [ended(process, code=2) for process in each(small, (), ("--optim.lr=0.1",))]
-    (line,) = [line for text in said for line in text.splitlines() if line.startswith("assay: ")]
-    assert f"rank 1 on {socket.gethostname()} differs: optim.lr is 0.1 there, and " in line
-    assert not small.runs.exists()

@@ -53,10 +53,6 @@ from assay.types import UserError
 
 HERE = Path(__file__).parent
 
-class Odd(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
 def plain(logprobs, behaviour, advantages, low, high):
     strike = HERE / "strike"
     if strike.exists() and strike.read_text() == str(os.getppid()):  # we are in the training process
@@ -69,9 +65,6 @@ def mistaken(*_):
     warnings.warn("this will not go well")
     print("not an answer")
     raise UserError("fix your loss")
-
-def odd(*_):
-    raise Odd("this", "that")
 
 def killed(*_):
     os.kill(os.getpid(), signal.SIGKILL)

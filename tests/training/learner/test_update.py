@@ -204,18 +204,6 @@ def test_a_custom_loss_gets_answers_with_advantage_0_too() -> None:
     assert len(rows_of(groups, algo)) == sum(len(group.rollouts) for group in groups)
 
 
-def test_masked_answers_have_no_gradient_but_count_in_the_baseline() -> None:
-    algo = make_algorithm("dr_grpo", max_new_tokens=LIMIT, mask_overlong=True)
-    groups, _ = algo.keep(make_groups(tiny_decoder()))
-    algo.credit(groups)
-    cut = [r for group in groups for r in group.rollouts if r.truncated]
-    assert cut and all(r.masked for r in cut)
-    rows = rows_of(groups, algo)
-    assert len(rows) <= sum(not r.masked for group in groups for r in group.rollouts)
-    count = sum(len(group.rollouts) for group in groups)
-    assert all(row.weight == pytest.approx(1 / (count * LIMIT)) for row in rows)
-
-
 def test_mini_batches_cover_every_group_exactly_once() -> None:
     """Brute force over batch and mini-batch sizes: order kept, none too large, sizes within one of each other."""
     for count in range(1, 26):
