@@ -14,7 +14,7 @@ from torch import Tensor
 
 from assay.algos import LengthLimits
 from assay.algos.algorithm import Algorithm, OverlongFilter, PassRateFilter
-from assay.algos.batch import AGGREGATES, LossBatch, Sums, metrics
+from assay.algos.component import AGGREGATES, LossBatch, Sums, metrics
 from assay.algos.recipes import RECIPES, make_algorithm
 from assay.config.algorithm import OverlongConfig, PassRateConfig
 from assay.types import Group, Rollout, Status, UserError, Verdict

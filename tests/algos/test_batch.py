@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import start
 
-from assay.algos.batch import AGGREGATES, KL, Sums, metrics, token_weights
+from assay.algos.component import AGGREGATES, KL, Sums, metrics, token_weights
 from assay.mesh import Mesh
 
 lengths_with_some_masked = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
@@ -52,11 +52,6 @@ def test_batches_without_tokens_have_finite_weights(mode: str, lengths: list[int
     weights = token_weights(torch.tensor(lengths, dtype=torch.long), mode, 8)
     assert weights.isfinite().all()
     assert len(weights) == len(lengths)
-
-
-def test_unknown_aggregation_is_rejected() -> None:
-    with pytest.raises(ValueError, match="token, sequence, constant"):
-        token_weights(torch.tensor([1]), "tokens", 8)
 
 
 POLICY_LOGITS = torch.tensor([0.2, -1.0, 0.7, 0.0], dtype=torch.float64)
@@ -119,10 +114,6 @@ def test_sums_add_up_to_the_metrics_of_the_whole_batch() -> None:
     assert isinstance(total, Sums)
     assert metrics(total) == {"loss/total": 3.0, "policy/x": 0.5, "policy/m": 5.0}
     assert metrics(total, updates=3)["loss/total"] == 1.0
-
-
-def test_all_reduce_without_a_process_group_is_the_identity() -> None:
-    assert metrics(sums(3, 0.5, 6, 5).all_reduce()) == {"loss/total": 0.5, "policy/x": 2.0, "policy/m": 5.0}
 
 
 def check_reduced(mesh: Mesh) -> None:

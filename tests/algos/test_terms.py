@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from assay.algos import Algorithm, LossTerm, TermOutput, TokenInput, terms
-from assay.algos.batch import LossBatch, metrics
+from assay.algos.component import LossBatch, metrics
 from assay.algos.recipes import RECIPES, make_algorithm
 from assay.algos.terms import (
     LOSSES,

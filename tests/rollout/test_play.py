@@ -25,7 +25,7 @@ from assay.envs import Env, make_env
 from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
-from assay.rollout import Collector, Limits, play
+from assay.rollout import Collector, Limits, episodes
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
 from assay.training.async_source import GroupStream, Ticket
@@ -223,7 +223,7 @@ def test_slow_environments_use_no_threads_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # of the mesh only: without and with threads
 def test_errors_and_time_limits_of_steps_end_only_their_episodes(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(play, "MIN_STEP_S", 0.2)
+    monkeypatch.setattr(episodes, "MIN_STEP_S", 0.2)
     prompts = Chatter().prompts("train")[:4]
 
     class Hanging(Chatter):
@@ -246,7 +246,7 @@ def test_errors_and_time_limits_of_steps_end_only_their_episodes(monkeypatch: py
 
 @pytest.mark.parametrize("how", ["plain", "slow", "async"])
 def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(play, "REPORT_S", 0.05)
+    monkeypatch.setattr(episodes, "REPORT_S", 0.05)
     env = Chatter()
     env.slow = how == "slow"
 
@@ -342,7 +342,7 @@ def test_async_steps_run_concurrently_without_threads(where: str) -> None:
 def test_errors_and_time_limits_of_async_steps_end_only_their_episodes(
     monkeypatch: pytest.MonkeyPatch, slow: bool
 ) -> None:
-    monkeypatch.setattr(play, "MIN_STEP_S", 0.2)
+    monkeypatch.setattr(episodes, "MIN_STEP_S", 0.2)
     released: list[int] = []
 
     class Failing(Chatter):

@@ -310,7 +310,7 @@ def test_a_step_uses_as_many_groups_as_a_synchronous_one_also_if_some_are_droppe
 
 def test_dropped_groups_are_replaced_if_the_algorithm_resamples(make_parts: Any) -> None:
     parts = make_parts(max_staleness=2, steps=3, algo="dapo")
-    assert parts.source.algo.sampling_rounds > 1
+    assert parts.source.algo.zero_variance.rounds > 1
     drops: list[Group] = []
 
     def keep(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:

@@ -57,7 +57,7 @@ def test_only_periodic_evaluations_need_validation_problems(
 
 
 def test_a_pretrained_model_is_also_evaluated_before_its_warm_start(small: SmallRuns) -> None:
-    warm = ("--sft.steps", 40, "--sft.batch", 8, "--sft.lr", 1e-2)
+    warm = ("--sft.steps", 60, "--sft.batch", 8, "--sft.lr", 1e-2)
     warm = (*warm, "--reward.function", "", "--sampling.max_new_tokens", 30)
     assert small.train(*warm, "--sft.steps", 1, "--train.steps", 0, "--name", "fresh") == 0
     assert "before" not in small.summary("fresh")["sft"]  # of a fresh model there is nothing to know

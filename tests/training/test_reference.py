@@ -18,9 +18,9 @@ from assay.config import TrainConfig
 from assay.models import Lora, load_model, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
+from assay.training.learner.learner import set_reference
 from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
-from assay.training.reference import set_reference
 from assay.types import Rollout
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.algos.batch import KL, LossBatch, k3
 from assay.algos.component import (
+    KL,
     Component,
     Loader,
+    LossBatch,
     LossTerm,
     Needs,
     RunFacts,
@@ -32,6 +33,7 @@ from assay.algos.component import (
     check_order,
     check_per_token,
     find_function,
+    k3,
 )
 from assay.config import AlgoConfig
 from assay.config.algorithm import CovarianceConfig, EntropyConfig, ImportanceConfig, ReferenceKLConfig

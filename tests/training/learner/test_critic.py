@@ -14,7 +14,7 @@ from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weight
 
 from assay.algos import Scorers, make_algorithm
 from assay.algos.advantages import token_rewards
-from assay.algos.credit import KLPenalties, gae, log_ratios
+from assay.algos.credit import gae, log_ratios
 from assay.config import TrainConfig
 from assay.mesh import Mesh
 from assay.runs.rollouts import read_rollouts, write_rollouts
@@ -87,7 +87,7 @@ def test_reward_kl_per_token_enters_the_returns_of_the_critic() -> None:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     reference = [[-0.1 * (position % 7) for position in range(rollout.length)] for rollout in rollouts]
     algo.credit(groups, Scorers(lambda _: reference))
-    credit(own, groups, KLPenalties(log_ratios(groups, reference), 0.3))
+    credit(own, groups, log_ratios(groups, reference), 0.3)
     for rollout, ref in zip(rollouts, reference, strict=True):
         written = [p for turn in rollout.turns for p in turn.completion.engine_logprobs]
         rewards = [-0.3 * (p - r) for p, r in zip(written, ref, strict=True)]
