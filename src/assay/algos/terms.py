@@ -252,8 +252,7 @@ class PolicyGradient(LossTerm[AlgoConfig]):
     def __init__(self, settings: AlgoConfig, load: Loader) -> None:
         super().__init__(settings, load)
         self.function = find_function("policy_loss", settings.policy_loss, LOSSES, load)
-        self.modifiers = ImportanceCorrection(settings), CovarianceControl(settings)
-        self.parts = self.modifiers
+        self.modifiers = self.parts = ImportanceCorrection(settings), CovarianceControl(settings)
 
     @property
     def needs(self) -> Needs:

@@ -21,7 +21,7 @@ from assay.runs.curves import draw_curves
 from assay.text import Tokenizer
 from assay.training import checkpoint
 from assay.training.learner.learner import Learner, WarmStart, freeze_reference
-from assay.training.learner.update import check_faults, check_finite, describe_nonfinite, how_to_continue
+from assay.training.learner.update import NonFiniteError, check_faults, check_finite, not_finite
 from assay.training.progress import RunState, Schedule, Stopped, Stopping
 from assay.training.recorder import CURVES_PAUSE_S, Recorder, RunEvaluator, memory_metrics, rollout_metrics
 from assay.training.sources import OnPolicySource, Replay, SampledGroups
@@ -95,16 +95,27 @@ class TrainingRun:
 
     @contextmanager
     def _explaining_nonfinite(self) -> Iterator[None]:
-        """If values that are not finite end the run, add the command that continues it to the error."""
+        """If values that are not finite end the run, add the command that continues it to the error.
+
+        It resumes from the last checkpoint, whose weights are finite (`check_finite`). Weights that have become NaN are
+        usually noticed by the engine, which cannot sample with them.
+        """
         try:
             yield
         except UserError as error:
-            cfg, step = self.cfg, self.state.step
+            cfg, step, problem = self.cfg, self.state.step, str(error)
+            if not isinstance(error, NonFiniteError):
+                if not (names := not_finite(self.learner.policy.named_parameters())):
+                    raise
+                problem = f"the weight {names[0]} is not finite after step {step}"
             key, lr = ("optim.lr", cfg.optim.lr) if step or not cfg.sft.steps else ("sft.lr", cfg.sft.lr)
-            problem = describe_nonfinite(error, self.learner.policy, step)
-            if not problem:
-                raise
-            raise UserError(f"{problem}: {how_to_continue(self.directory.path, key, lr)}") from error
+            path, saved = self.directory.path, checkpoints.last(self.directory.path)
+            start = "the start" if saved is None else f"the checkpoint of step {saved}, whose weights are finite,"
+            command = f"assay train --resume {shlex.quote(str(path))} --{key} {lr / 10:g}"
+            raise UserError(
+                f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
+                "and check the model, and custom rewards, advantages or losses"
+            ) from error
 
     @contextmanager
     def _status(self) -> Iterator[None]:

@@ -137,7 +137,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
     ),
     "gpt2, gspo, corrected, kl": (
         *("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate"),
-        *("--algo.kl_coef", 0.1, "--optim.weight_decay", 0.1),
+        *("--algo.kl", "k3", "--algo.kl_coef", 0.1, "--optim.weight_decay", 0.1),
     ),
 }
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import shlex
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from assay.mesh import Mesh, full_tensor, local_tensor, reshard
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import merged_weights
-from assay.runs import checkpoints, rollouts
+from assay.runs import rollouts
 from assay.runs.files import write_json
 from assay.training.learner.critic import Critic
 from assay.training.learner.optim import clip_gradients, set_lr
@@ -65,7 +64,7 @@ def diagnose_nonfinite(policy: PolicyModel, loss: float, grad_norm: float) -> Fa
     named = list(policy.named_parameters())
     gradients = [(name, p.grad) for name, p in named if p.grad is not None]
     affected = [name for name, gradient in gradients if not full_tensor(gradient).isfinite().all()]
-    return Fault(loss, grad_norm, weights=_not_finite(named), gradients=affected[:MAX_NAMES])
+    return Fault(loss, grad_norm, weights=not_finite(named, full_tensor), gradients=affected[:MAX_NAMES])
 
 
 def dump_batch(run_path: Path, step: int, groups: Sequence[Group], faults: Sequence[Fault]) -> None:
@@ -93,42 +92,13 @@ def check_faults(faults: Sequence[Fault], consecutive: int, limit: int, run_path
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, step: int) -> None:
     """Refuse to save weights that are not finite. All ranks call this together."""
-    if names := [name for names in mesh.all_gather_objects(_not_finite_here(tensors)) for name in names]:
+    if names := [name for names in mesh.all_gather_objects(not_finite(tensors)) for name in names]:
         raise NonFiniteError(f"the weight {names[0]} is not finite after step {step}, which is not saved")
 
 
-def describe_nonfinite(error: UserError, policy: PolicyModel, step: int) -> str:
-    """The values that are not finite and have caused this error; empty if it has another cause.
-
-    Weights that have become NaN are usually noticed by the engine, which cannot sample with them.
-    """
-    if isinstance(error, NonFiniteError):
-        return str(error)
-    names = _not_finite_here(policy.named_parameters())
-    return f"the weight {names[0]} is not finite after step {step}" if names else ""
-
-
-def how_to_continue(run_path: Path, key: str, lr: float) -> str:
-    """How to resume from the last checkpoint, whose weights are finite (`check_finite`), with a lower learning rate.
-
-    `key`: the setting of the learning rate.
-    """
-    step = checkpoints.last(run_path)
-    start = "from the start" if step is None else f"from the checkpoint of step {step}, whose weights are finite,"
-    command = f"assay train --resume {shlex.quote(str(run_path))} --{key} {lr / 10:g}"
-    return (
-        f"resume {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
-        "and check the model, and custom rewards, advantages or losses"
-    )
-
-
-def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    return [name for name, tensor in tensors if not _is_finite(full_tensor(tensor.detach()))][:MAX_NAMES]
-
-
-def _not_finite_here(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """As `_not_finite`, for the shards of this rank."""
-    return [name for name, tensor in tensors if not _is_finite(local_tensor(tensor.detach()))][:MAX_NAMES]
+def not_finite(tensors: Iterable[tuple[str, Tensor]], part: Callable[[Tensor], Tensor] = local_tensor) -> list[str]:
+    """Names of the first tensors that are not finite. `part`: `full_tensor`, or by default the shards of this rank."""
+    return [name for name, tensor in tensors if not _is_finite(part(tensor.detach()))][:MAX_NAMES]
 
 
 def _is_finite(weight: Tensor) -> bool:
