@@ -58,7 +58,7 @@ KINDS = {  # settings of whole runs, and a layout that computes them in another 
 }
 
 
-def ended(process: Any, code: int = 0, within: float = 300) -> str:
+def ended(process: Any, code: int = 0, within: float = 900) -> str:
     said = process.communicate(timeout=within)[0]
     assert process.returncode == code, said
     return said
