@@ -1,4 +1,4 @@
-"""The whole algorithm: filters, credit, and a loss that does not depend on how a batch is split."""
+"""The whole algorithm: recipes, filters, credit, and a loss that does not depend on how a batch is split."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from algos_parts import CORRECTIONS, make_group
 from torch import Tensor
 
 from assay.algos import LengthLimits
-from assay.algos.algorithm import Algorithm, OverlongFilter, PassRateFilter, ZeroVarianceFilter
-from assay.algos.batch import AGGREGATES, LossBatch, Sums, metrics
+from assay.algos.algorithm import Algorithm, OverlongFilter, PassRateFilter
+from assay.algos.component import AGGREGATES, LossBatch, Sums, metrics
 from assay.algos.recipes import RECIPES, make_algorithm
-from assay.config import AlgoConfig
 from assay.config.algorithm import OverlongConfig, PassRateConfig
 from assay.types import Group, Rollout, Status, UserError, Verdict
 
@@ -262,12 +261,6 @@ def test_dapo_drops_zero_variance_groups_and_penalises_length() -> None:
     assert [r.reward for r in kept[0].rollouts] == [0.5, 0]  # shaping starts from the verdict, never adds up
 
 
-def test_prompts_with_a_low_pass_rate_are_not_sampled_again() -> None:
-    algorithm = make_algorithm("simple", pass_rate_low=0.5)
-    algorithm.end_step(1, [make_group("hard", [(0, 3), (0, 3)])], {})
-    assert algorithm.accepts_prompt("new", 2) and not algorithm.accepts_prompt("hard", 2)
-
-
 def test_masked_rollouts_stay_in_the_baseline() -> None:
     algorithm = make_algorithm("simple", mask_overlong=True)
     groups = [make_group("a", [(1, 3), (0, 10)])]
@@ -384,36 +377,24 @@ def test_a_group_without_greedy_baseline_is_not_trained_on() -> None:
     assert [rollout.advantage for rollout in all_rollouts(groups)] == [0.5, -0.5, 0.0, 0.0]
 
 
-def drop_zero_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    return ZeroVarianceFilter(AlgoConfig(drop_zero_variance=True)).split(groups)
-
-
 def soft_overlong(group: Group, buffer: float = 0.2, weight: float = 1.0, max_length: int = 0) -> None:
     settings = OverlongConfig(soft_overlong_buffer=buffer, soft_overlong_weight=weight)
     OverlongFilter(settings).shape_rewards([group], LengthLimits(max_new_tokens=100, max_length=max_length))
 
 
-def test_drop_zero_variance_uses_the_reward_before_shaping() -> None:
-    solved = make_group("solved", [(1, 3), (1, 9)])
-    solved.rollouts[1].reward = 0.5
-    assert drop_zero_variance([solved]) == ([], [solved])
-
-
-@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (120, -1)])
-def test_soft_overlong_is_piecewise_linear(length: int, penalty: float) -> None:
-    for weight in (1.0, 0.3):
+@pytest.mark.parametrize(
+    ("max_length", "cases"),
+    [
+        (0, {0: 0, 80: 0, 81: -0.05, 90: -0.5, 100: -1, 120: -1}),
+        (42, {0: 0, 32: 0, 36: -0.5, 40: -1}),  # two context tokens leave 40: the buffer is the last 8 of these
+        (102, {80: 0, 90: -0.5}),
+    ],
+)
+def test_soft_overlong_is_piecewise_linear_up_to_the_smaller_limit(max_length: int, cases: dict[int, float]) -> None:
+    for (length, penalty), weight in itertools.product(cases.items(), (1.0, 0.3)):
         group = make_group("a", [(1.0, length)])
-        soft_overlong(group, weight=weight)
+        soft_overlong(group, weight=weight, max_length=max_length)
         assert group.rewards == [pytest.approx(1.0 + weight * penalty)]
-
-
-@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (32, 0), (36, -0.5), (40, -1)])
-def test_soft_overlong_uses_the_context_limit_if_it_is_smaller(length: int, penalty: float) -> None:
-    """Two context tokens leave 40 of 42 tokens: the buffer is the last 8 of these."""
-    for max_length, expected in ((42, penalty), (102, 0)):
-        group = make_group("a", [(1.0, length)])
-        soft_overlong(group, max_length=max_length)
-        assert group.rewards == [pytest.approx(1.0 + expected)]
 
 
 def test_soft_overlong_subtracts_the_context_of_every_turn() -> None:
@@ -453,3 +434,74 @@ def test_pass_rates_ignore_answers_that_were_not_judged() -> None:
     unknown.rollouts[0].verdict = Verdict(0.0, Status.ERROR)
     filter.end_step(1, [group, unknown], {})
     assert filter.rates == {"a": [1.0, 1.0]}
+
+
+def test_recipe_names_and_defining_settings() -> None:
+    new = {"ppo", "reinforce_pp", "remax", "gspo", "cispo", "gpg", "bnpo"}
+    assert set(RECIPES) == {"reinforce", "grpo", "dr_grpo", "dapo", "rloo", "simple"} | new
+    made = {name: make_algorithm(name) for name in RECIPES}
+    recipes = {name: algo.settings for name, algo in made.items()}
+    defining = {n: (a.advantage, a.policy_loss, a.aggregate, a.clip_low, a.clip_high) for n, a in recipes.items()}
+    assert defining["grpo"] == ("group_norm", "ppo_clip", "sequence", 0.2, 0.2)
+    assert defining["dr_grpo"] == ("group_mean", "ppo_clip", "constant", 0.2, 0.2)
+    assert defining["dapo"] == ("group_norm", "ppo_clip", "token", 0.2, 0.28)
+    assert defining["simple"][:3] == ("group_mean", "reinforce", "token")
+    assert defining["rloo"][:3] == ("leave_one_out", "reinforce", "constant")
+    assert defining["reinforce"][:3] == ("batch_mean", "reinforce", "token")
+    assert defining["reinforce_pp"] == ("token_norm", "ppo_clip", "token", 0.2, 0.2)
+    assert defining["ppo"] == ("none", "ppo_clip", "token", 0.2, 0.2)
+    assert defining["remax"][:3] == ("none", "reinforce", "constant")
+    assert defining["gspo"] == ("group_norm", "ppo_clip", "sequence", 3e-4, 4e-4)
+    assert defining["cispo"] == ("group_norm", "cispo", "token", 1.0, 4.0)
+    assert defining["gpg"][:3] == ("group_mean_rescaled", "reinforce", "token")
+    assert defining["bnpo"] == ("beta_norm", "ppo_clip", "constant", 0.2, 0.28)
+    assert {name: recipe.dual_clip for name, recipe in recipes.items() if recipe.dual_clip} == {"bnpo": 10.0}
+    assert all(recipe.correction is None for recipe in recipes.values())
+    gspo = made["gspo"]
+    assert gspo.settings.ratio == "sequence" and gspo.needs.whole_sequences and gspo.needs.trainer_logprobs
+    assert [name for name, recipe in recipes.items() if recipe.greedy_baseline] == ["remax"]
+    assert [name for name, recipe in recipes.items() if recipe.critic] == ["ppo"]
+    assert recipes["dapo"].drop_zero_variance
+    assert all(not algo.needs.reference for algo in made.values())
+    assert [name for name, algo in made.items() if algo.needs.values] == ["ppo"]
+
+
+def test_overrides_do_not_change_the_recipe() -> None:
+    changed = make_algorithm("grpo", kl_coef=0.04, max_new_tokens=64)
+    assert (changed.settings.kl, changed.settings.kl_coef, changed.limits.max_new_tokens) == ("k3", 0.04, 64)
+    assert changed.needs.reference
+    assert make_algorithm("grpo").settings.kl_coef == 0.0
+    assert changed.replace(kl_coef=0.0).settings == make_algorithm("grpo").settings
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "named"),
+    [
+        ("gpro", {}, "did you mean 'grpo'"),
+        ("zzz", {}, "known: reinforce, grpo"),
+        ("grpo", {"clip_hihg": 0.3}, "did you mean 'clip_high'"),
+        ("grpo", {"advantage": "group_nrom"}, "did you mean 'group_norm'"),
+        ("grpo", {"policy_loss": "ppo"}, "policy_loss 'ppo'"),
+        ("grpo", {"aggregate": "tokens"}, "did you mean 'token'"),
+        ("grpo", {"clip_high": float("nan")}, "'clip_high'"),
+        ("grpo", {"dual_clip": 0.9}, "dual_clip = 0.9"),
+        ("dapo", {"drop_zero_variance": False}, "set resample = 0, or drop_zero_variance = true"),
+        ("grpo", {"correction_low": 3.0}, "correction_low = 3.0"),
+        ("grpo", {"pass_rate_low": 0.9, "pass_rate_high": 0.5}, "pass_rate_low = 0.9"),
+        ("grpo", {"entropy_target": "much"}, "'entropy_target'"),
+        ("simple", {"kl_coef": 0.1}, "kl_coef = 0.1"),
+        ("reinforce_pp", {"kl_coef": 0.1}, "reward_kl_coef"),
+        ("reinforce_pp", {"advantage": "batch_norm", "reward_kl_coef": 0.1}, "batch_mean, token_norm, none"),
+        ("reinforce_pp", {"reward_kl_coef": 0.01, "step_credit": True}, "step_credit or discount"),
+        ("reinforce_pp", {"reward_kl_coef": 0.01, "discount": 0.9}, "step_credit or discount"),
+        ("ppo", {"step_credit": True}, "step_credit, discount or greedy_baseline"),
+        ("remax", {"critic": True}, "step_credit, discount or greedy_baseline"),
+        ("bnpo", {"reward_kl_coef": 0.1}, "reward_kl_coef"),
+        ("bnpo", {"soft_overlong_buffer": 0.2}, "soft_overlong_buffer = 0"),
+        ("bnpo", {"greedy_baseline": True}, "greedy_baseline = false"),
+    ],
+)
+def test_invalid_settings_are_reported(recipe: str, overrides: dict, named: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_algorithm(recipe, **overrides)
+    assert named in str(error.value) and "\n" not in str(error.value)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import start
 
-from assay.algos.batch import AGGREGATES, KL, Sums, metrics, token_weights
+from assay.algos.component import AGGREGATES, KL, Sums, metrics, token_weights
+from assay.mesh import Mesh
 
 lengths_with_some_masked = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 
@@ -54,11 +52,6 @@ def test_batches_without_tokens_have_finite_weights(mode: str, lengths: list[int
     weights = token_weights(torch.tensor(lengths, dtype=torch.long), mode, 8)
     assert weights.isfinite().all()
     assert len(weights) == len(lengths)
-
-
-def test_unknown_aggregation_is_rejected() -> None:
-    with pytest.raises(ValueError, match="token, sequence, constant"):
-        token_weights(torch.tensor([1]), "tokens", 8)
 
 
 POLICY_LOGITS = torch.tensor([0.2, -1.0, 0.7, 0.0], dtype=torch.float64)
@@ -108,43 +101,26 @@ def test_the_log_ratio_in_k3_is_limited_to_10() -> None:
     assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(expected)
 
 
-WORKER = """
-import json, sys
-import torch, torch.distributed as dist
-from assay.algos.batch import Sums, metrics
-
-rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-value = lambda x: torch.tensor(x, dtype=torch.float64)
-losses, per_token, largest = value(0.5 - rank), value(2.0 * rank), value(5.0 - rank)
-mine = Sums(value(3.0 + rank), {"loss/total": losses}, {"policy/x": per_token}, {"policy/m": largest})
-with open(f"{out}.{rank}", "w") as file:
-    json.dump(metrics(mine.all_reduce()), file)
-dist.destroy_process_group()
-"""
+PARTS = [(3, 0.5, 0, 5), (4, -0.5, 2, 4), (1, 3, 2, 1)]  # tokens, loss, statistic per token, maximum
 
 
-def one(tokens: float, loss: float, x: float, largest: float) -> Sums:
-    as_tensor = [torch.tensor(v, dtype=torch.float64) for v in (tokens, loss, x, largest)]
-    return Sums(as_tensor[0], {"loss/total": as_tensor[1]}, {"policy/x": as_tensor[2]}, {"policy/m": as_tensor[3]})
+def sums(tokens: float, loss: float, x: float, largest: float) -> Sums:
+    values = [torch.tensor(value, dtype=torch.float64) for value in (tokens, loss, x, largest)]
+    return Sums(values[0], {"loss/total": values[1]}, {"policy/x": values[2]}, {"policy/m": values[3]})
 
 
 def test_sums_add_up_to_the_metrics_of_the_whole_batch() -> None:
-    total = sum([one(3, 0.5, 0, 5), one(4, -0.5, 2, 4), one(1, 3, 2, 1)])
+    total = sum(sums(*part) for part in PARTS)
     assert isinstance(total, Sums)
     assert metrics(total) == {"loss/total": 3.0, "policy/x": 0.5, "policy/m": 5.0}
     assert metrics(total, updates=3)["loss/total"] == 1.0
 
 
-def test_all_reduce_without_a_process_group_is_the_identity() -> None:
-    assert metrics(one(3, 0.5, 6, 5).all_reduce()) == {"loss/total": 0.5, "policy/x": 2.0, "policy/m": 5.0}
+def check_reduced(mesh: Mesh) -> None:
+    expected = sums(*PARTS[0]) + sums(*PARTS[1])
+    assert metrics(sums(*PARTS[mesh.rank]).all_reduce()) == metrics(expected)
 
 
 @pytest.mark.slow
-def test_all_reduce_over_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER]
-    ranks = [subprocess.Popen([*command, str(r), str(tmp_path / "store"), str(tmp_path / "out")]) for r in range(2)]
-    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
-    expected = metrics(one(3, 0.5, 0, 5) + one(4, -0.5, 2, 4))
-    for rank in range(2):
-        assert json.loads((tmp_path / f"out.{rank}").read_text()) == expected
+def test_all_reduce_over_two_processes() -> None:
+    start(2, check_reduced)

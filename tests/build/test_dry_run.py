@@ -257,18 +257,14 @@ def test_a_dry_run_steps_an_environment(small: SmallRuns, capsys: pytest.Capture
 
 
 SETTINGS: dict[str, list[object]] = {
-    "grpo with a reference": ["--algo.kl_coef", 0.1],
     "ppo": ["--algo.recipe", "ppo"],
-    "a shared critic": ["--algo.recipe", "ppo", "--critic.trunk", "shared"],
     "remax": ["--algo.recipe", "remax"],
-    "one sample": ["--algo.recipe", "reinforce", "--train.samples", 1, "--train.prompts", 1],
     "lora": ["--lora.rank", 2, "--algo.kl_coef", 0.1],
-    "a separate process": ["--train.process", "separate"],
     "long answers only": ["--sampling.min_new_tokens", 8, "--algo.mask_overlong", "true"],
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(SETTINGS, quick=["grpo with a reference", "ppo"]))
+@pytest.mark.parametrize("name", mostly_slow(SETTINGS, quick=["ppo"]))
 def test_the_trial_update_works_with_all_kinds_of_algorithms(
     name: str, small: SmallRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:

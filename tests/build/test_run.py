@@ -6,30 +6,20 @@ tests/cli/test_train.py checks the command.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from small_run import SmallRuns
 
 from assay.build import models as policy_module
 from assay.build import run as run_module
-from assay.build.dry_run import check_writable, memory_by_purpose, memory_report
-from assay.build.models import choose_token_budget
-from assay.build.problems import build_algorithm
+from assay.build.dry_run import check_writable, memory_by_purpose
 from assay.build.run import new_run
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
-from assay.engine.base import Capabilities, EngineInfo
-from assay.mesh import Mesh
-from assay.models import Decoder, ModelSpec
 from assay.runs import checkpoints
 from assay.runs.console import Console
-from assay.training.learner.learner import Learner
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
-from assay.training.progress import Schedule
 from assay.types import UserError
 
 ENGINE = """
@@ -154,29 +144,6 @@ def test_memory_grows_with_answers_and_shrinks_with_the_token_budget(tmp_path: P
     plain, longer = sizes(small)[0], sizes(small, sampling__max_new_tokens=80)[0]
     assert longer["KV cache"] == pytest.approx(plain["KV cache"] * 100 / 28)
     assert sizes(small, train__token_budget=28)[0]["activations"] == pytest.approx(plain["activations"] / 9)
-
-
-def test_the_estimate_for_135m_parameters_on_a_cpu_is_below_the_available_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The shape of SmolLM2-135M, without memory for its weights."""
-    available, cfg, dtype = 20 * 2**30, TrainConfig(), torch.float32
-    with torch.device("meta"):
-        policy = Decoder(ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192))
-    monkeypatch.setattr(policy_module, "free_memory", lambda device: available)
-    tokens = choose_token_budget(policy, dtype, Mesh())
-    learner = Learner(
-        cfg,
-        build_algorithm(cfg),
-        Updater(policy, make_adamw(policy, 1e-3), token_budget=tokens, dtype=dtype),
-        Schedule(1),
-    )
-    engine: Any = SimpleNamespace(info=EngineInfo(0, 8192, 256, dtype, Capabilities()))
-    estimate = memory_by_purpose(cfg, learner, engine, prompt_tokens=168)
-    assert tokens == 4096 and estimate["activations"] == pytest.approx(6.5 * 2**30, rel=0.01)
-    assert sum(estimate.values()) < available
-    total = next(line for line in memory_report(estimate, Mesh(), tokens) if "estimated total" in line)
-    assert "train.token_budget = 4096" in total
 
 
 @pytest.mark.slow

@@ -83,16 +83,6 @@ def test_episode_tokens_and_loss_mask_equal_a_replay() -> None:
     assert idle(part)
 
 
-def test_progress_counts_episodes_and_the_tokens_of_all_turns() -> None:
-    part = collector(guess())
-    shown: list[tuple[int, int, int]] = []
-    part.progress = lambda what, done, total, unit="", tokens=0, most_tokens=0: shown.append((done, total, tokens))
-    found = rollouts(part.collect(guess().prompts("train")[:6], PARAMS, (0, 0)))
-    shown = [entry for entry in shown if entry[1] == len(found)]
-    assert shown == sorted(shown) and shown[0][0] == 0 and shown[-1][0] == len(found)
-    assert shown[-1][2] >= sum(rollout.length for rollout in found) - len(found)
-
-
 def test_stepwise_episode_is_one_reply_in_several_turns() -> None:
     part = collector(stepwise(max_lines=3), Limits(step_tokens=12))
     found = rollouts(part.collect(make_task("abacus").prompts("train")[:12], PARAMS, (0, 0)))
@@ -225,15 +215,6 @@ def test_action_token_limit_does_not_truncate_the_episode() -> None:
     line = collector(stepwise(), Limits(step_tokens=2))
     lines = rollouts(line.collect(stepwise().prompts("train")[:4], PARAMS, (0, 0)))
     assert any(r.truncated for r in lines)  # a reply that did not end
-
-
-def test_environment_that_fails_in_all_episodes_raises() -> None:
-    class Broken(Endless):
-        def step(self, action: str) -> Any:
-            raise KeyError("x")
-
-    with pytest.raises(UserError, match=r"failed on all 9 answers.*KeyError"):
-        collector(Broken(), words=False).collect(Broken().prompts("train")[:3], PARAMS, (0, 0))
 
 
 def test_single_step_environment_equals_the_task() -> None:

@@ -25,7 +25,7 @@ from assay.envs import Env, make_env
 from assay.mesh import Mesh, init_mesh
 from assay.models import build_preset
 from assay.rewards import JudgePool
-from assay.rollout import Collector, Limits, play
+from assay.rollout import Collector, Limits, episodes
 from assay.tasks import make_task
 from assay.text import Renderer, char_tokenizer, word_tokenizer
 from assay.training.async_source import GroupStream, Ticket
@@ -101,18 +101,6 @@ def test_trajectories_equal_those_of_synchronous_rounds(name: str, max_batch: in
     engine.reset_prefix_cache()
     part.engine = Rounds(engine)  # type: ignore[assignment]
     assert as_data(part.collect(prompts, PARAMS, (4, 2))) == as_data(ours)
-
-
-def test_small_kv_cache_changes_no_trajectory_and_leaks_no_blocks() -> None:
-    env = Chatter()
-    prompts = env.prompts("train")[:10]
-    found = []
-    for memory in (0.0, 2e-4):
-        part = collector(env, max_batch=16, kv_cache_gib=memory)
-        found.append(as_data(part.collect(prompts, PARAMS, (7, 1))))
-        assert_nothing_left(part)
-    engine: Any = part.engine
-    assert engine.blocks.total < 80 and found[0] == found[1]
 
 
 def test_episode_longer_than_the_kv_cache_is_truncated() -> None:
@@ -235,7 +223,7 @@ def test_slow_environments_use_no_threads_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # of the mesh only: without and with threads
 def test_errors_and_time_limits_of_steps_end_only_their_episodes(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(play, "MIN_STEP_S", 0.2)
+    monkeypatch.setattr(episodes, "MIN_STEP_S", 0.2)
     prompts = Chatter().prompts("train")[:4]
 
     class Hanging(Chatter):
@@ -256,28 +244,9 @@ def test_errors_and_time_limits_of_steps_end_only_their_episodes(monkeypatch: py
     assert_nothing_left(part)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_steps_with_a_time_limit_run_concurrently(device: str) -> None:
-    """Each first step returns only when four of them are running."""
-    meeting = threading.Barrier(4)
-
-    class Meeting(Chatter):
-        slow = True
-
-        def step(self, action: str) -> Any:
-            if not self.steps:
-                meeting.wait(30)
-            return super().step(action)
-
-    part = collector(Meeting(), Limits(step_tokens=1, seconds=60.0), max_batch=4)
-    part.mesh = Mesh(device=torch.device(device))
-    found = part.collect(Chatter().prompts("train")[:2], replace(PARAMS, n=2), (1, 1))
-    assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
-
-
 @pytest.mark.parametrize("how", ["plain", "slow", "async"])
 def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(play, "REPORT_S", 0.05)
+    monkeypatch.setattr(episodes, "REPORT_S", 0.05)
     env = Chatter()
     env.slow = how == "slow"
 
@@ -373,7 +342,7 @@ def test_async_steps_run_concurrently_without_threads(where: str) -> None:
 def test_errors_and_time_limits_of_async_steps_end_only_their_episodes(
     monkeypatch: pytest.MonkeyPatch, slow: bool
 ) -> None:
-    monkeypatch.setattr(play, "MIN_STEP_S", 0.2)
+    monkeypatch.setattr(episodes, "MIN_STEP_S", 0.2)
     released: list[int] = []
 
     class Failing(Chatter):

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from small_run import SmallRuns
 
-from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
-from assay.tasks import base
 from tests.training.test_resume import Stop, stop_at
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
@@ -70,6 +68,32 @@ def test_an_environment_run_trains_on_its_steps_and_resumes_exactly(
     assert "env.max_tokens" in capsys.readouterr().err
 
 
+WARMUP = """
+from assay.envs.builtin import GuessNumber
+
+class Warmup(GuessNumber):
+    def step(self, action):
+        first = self.left == self.tries
+        *what, info = super().step(action)
+        return (*what, info | {"masked": first})
+"""
+
+
+def test_an_environment_masks_turns(tmp_path: Path) -> None:
+    small = runs(tmp_path, GUESS)
+    (tmp_path / "warmup.py").write_text(WARMUP)
+    words = ("--env.name", tmp_path / "warmup.py:Warmup", "--replay.groups", 2, "--train.steps", 3)
+    assert small.train(*words) == 0
+    found = [r for step in (1, 2, 3) for g in read_rollouts(small.runs / "small", step) for r in g.rollouts]
+    assert all([turn.masked for turn in r.turns] == [position == 0 for position in range(len(r.turns))] for r in found)
+    assert all(r.loss_mask.count(1) == r.length - len(r.turns[0].completion.token_ids) for r in found)
+    rows = [row for row in small.metrics() if "turns/masked" in row]
+    assert len(rows) == 3 and all(row["turns/masked"] == pytest.approx(1 / row["turns/mean"]) for row in rows)
+    assert sum(row.get("optim/grad_norm", 0) > 0 for row in rows) > 1
+    apart = [row["mismatch/logprob_abs_diff_max"] for row in rows if "mismatch/logprob_abs_diff_max" in row]
+    assert apart[0] < 1e-4  # later steps have replayed groups in them
+
+
 SHAKY = """
 from assay.envs.builtin import GuessNumber
 
@@ -80,36 +104,6 @@ class Shaky(GuessNumber):
             raise OSError("the line is down")
         return found
 """
-
-
-ASYNCHRONOUS = """
-import asyncio
-from assay.envs.builtin import GuessNumber
-
-class Asynchronous(GuessNumber):
-    async def reset(self, *, seed=None, options=None):
-        await asyncio.sleep(0.001)
-        return super().reset(seed=seed, options=options)
-
-    async def step(self, action):
-        await asyncio.sleep(0.001 * (len(action) % 3))  # steps end in another order than they began
-        return super().step(action)
-"""
-
-
-def test_an_environment_with_async_methods_gives_the_run_of_a_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "LAZY_S", 0.1)
-    small = runs(tmp_path, GUESS)
-    (tmp_path / "guess.py").write_text(ASYNCHRONOUS)
-    few = ("--train.steps", 2, "--eval.final_examples", 2)
-    assert small.train(*few) == 0
-    assert small.train(*few, "--env.name", tmp_path / "guess.py:Asynchronous", "--name", "asynchronous") == 0
-    assert small.timeless("small") == small.timeless("asynchronous")
-    stale = ("--source", "async", "--source.max_staleness", 1, "--name", "stale")
-    assert small.train(*few, "--env.name", tmp_path / "guess.py:Asynchronous", *stale) == 0
-    assert sum(len(read_rollouts(small.runs / "stale", step)) for step in (1, 2)) == 6
 
 
 @pytest.mark.slow
@@ -130,16 +124,3 @@ def test_a_warning_names_what_failed_environment_or_judge(tmp_path: Path, capsys
     assert small.train("--env.name", "", *words[2:], *own, *few, "--name", "plain") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "warning: the judge failed on some answers" in said and "which are not trained on: ZeroDivisionError" in said
-
-
-@pytest.mark.slow
-def test_warm_start_on_gold_episodes_as_documented(tmp_path: Path) -> None:
-    """The settings of docs/environments.md, with fewer steps."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
-    block = page.partition("### Warm starts from gold episodes")[2].partition("```toml\n")[2].partition("```")[0]
-    (tmp_path / "gold.toml").write_text(block)
-    words = ("--sft.steps", 20, "--train.steps", 0, "--eval.final_examples", 20, "--eval.examples", 5)
-    code = main(["train", str(tmp_path / "gold.toml"), *map(str, words), "--runs_dir", str(tmp_path / "runs")])
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "gold" / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["sft/loss"] for row in rows if "sft/loss" in row]
-    assert code == 0 and len(losses) == 20 and losses[-1] < losses[0] / 2

@@ -1,8 +1,9 @@
-"""Full disks and damaged files: the run stops with a one-line error, or skips the damaged checkpoint."""
+"""Full disks and damaged files: commands stop with a one-line error, or use an intact checkpoint."""
 
 from __future__ import annotations
 
 import errno
+import random
 import resource
 import shutil
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 from small_run import SmallRuns, inject, mostly_slow
 
-from assay.runs import Run, checkpoints, rollouts
-from assay.text import Tokenizer
+from assay.runs import Run, checkpoints
+from assay.runs.resolve import resolve_model
 from assay.training import checkpoint
+from assay.types import UserError
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS = 5
@@ -24,16 +26,10 @@ WORDS = ("--train.steps", STEPS, "--save.every", 2, "--eval.every", 2)
 # What cannot be written: the function, which call of it fails, and the step of the last checkpoint then.
 FULL: dict[str, tuple[Any, str, int, int | None]] = {
     "the first metrics": (Run, "log", 1, None),
-    "metrics": (Run, "log", 4, 2),
-    "an evaluation": (rollouts, "write_rollouts", 7, 2),
     "the token arrays": (np, "savez", 3, 2),
     "the first model": (checkpoint, "save_model", 1, None),
-    "a model": (checkpoint, "save_model", 3, 2),
-    "the tokenizer": (Tokenizer, "save", 3, 2),
     "moments": (checkpoint, "write_files", 3, 2),
-    "the state": (checkpoint, "write_state", 3, 2),
     "the list of files": (checkpoints, "write_json", 2, 0),
-    "the note of the best": (checkpoints, "write_json", 3, 2),
     "the rename": (checkpoints, "rename", 3, 2),
     "the summary": (Run, "write_summary", 1, STEPS),
 }
@@ -100,10 +96,11 @@ def test_an_export_beyond_the_file_size_limit_fails_with_one_line(
     assert not (complete.folder / "exported").exists()
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+def flip(file: Path, bit: int = 100) -> None:
+    """Flip one bit of a file; called again, it restores the file."""
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
 
 
 def test_a_run_resumes_from_the_last_checkpoint_that_is_not_damaged(
@@ -164,3 +161,74 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_restarted(
     shutil.rmtree(complete.runs / "all-damaged" / "checkpoints")
     assert complete.resume("all-damaged") == 0
     complete.same_run("small", "all-damaged", STEPS)
+
+
+LOADERS: dict[str, tuple[object, ...]] = {
+    "export": ("export", "run:flipped@last", "exported"),
+    "eval": ("eval", "run:flipped@last", "--eval.final_examples", 2),
+    "train": ("train", "small.toml", "--model", "run:flipped@5", "--name", "next"),
+    "reference": ("train", "small.toml", "--algo.kl_coef", 0.1, "--algo.reference", "run:flipped@5", "--name", "next"),
+}
+
+
+@pytest.fixture(scope="module")
+def flipped(complete: SmallRuns) -> SmallRuns:
+    """With a copy of the complete run."""
+    shutil.copytree(complete.runs / "small", complete.runs / "flipped")
+    return complete
+
+
+def flips(run: Path, count: int) -> Iterator[tuple[Path, int]]:
+    """`count` random bits of every file, or all bits if there are fewer."""
+    chance = random.Random(0)
+    for file in sorted(path for path in run.rglob("*") if path.is_file()):
+        bits = 8 * file.stat().st_size
+        for bit in chance.sample(range(bits), min(count, bits)):
+            yield file, bit
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [*((name, "model.safetensors") for name in LOADERS), ("export", "config.json"), ("export", "tokenizer.json")],
+)
+def test_loading_a_checkpoint_with_a_flipped_bit_is_refused(
+    flipped: SmallRuns,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    file: str,
+) -> None:
+    monkeypatch.chdir(flipped.folder)
+    damaged = flipped.checkpoint(STEPS, "flipped") / "model" / file
+    flip(damaged)
+    try:
+        assert flipped(*LOADERS[name]) == 2
+    finally:
+        flip(damaged)
+    said = capsys.readouterr().err
+    assert f"{damaged} is damaged; use run:flipped@4, which is intact" in said and said.count("assay: ") == 1
+    assert not (flipped.folder / "exported").exists() and not (flipped.runs / "next").exists()
+
+
+def folder_of(path: str) -> tuple[str, dict[str, bytes]]:
+    return Path(path).parent.name, {file.name: file.read_bytes() for file in Path(path).iterdir()}
+
+
+@pytest.mark.slow
+def test_no_bit_flip_changes_which_model_is_loaded(flipped: SmallRuns) -> None:
+    """4 bits of each file, or all of them."""
+    runs = flipped.runs
+    tags = ("@0", "@4", "@5", "@last", "@best", "")
+    intact = {tag: folder_of(resolve_model(f"run:small{tag}", runs)) for tag in tags}
+    for file, bit in flips(runs / "flipped", 4):
+        flip(file, bit)
+        refused = 0
+        for tag in tags:
+            try:
+                model = resolve_model(f"run:flipped{tag}", runs)
+            except UserError:
+                refused += 1
+            else:
+                assert folder_of(model) == intact[tag], (file, bit)
+        flip(file, bit)
+        assert refused or not file.match("checkpoints/*/model/*"), (file, bit)

@@ -1,10 +1,15 @@
-"""Runs whose only server fails: they wait for it, and end as if nothing had happened; or they save and stop."""
+"""Runs whose servers fail: they use the others or wait, and end as if nothing had happened; or they save and stop."""
 
 from __future__ import annotations
 
+import json
+import random
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,12 +21,87 @@ from assay.engine.remote import base
 from assay.engine.remote.assay import AssayEngine
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
+from assay.system.program import free_port
 from assay.training import run as train_run
 from assay.training.run import TrainingRun
-from tests.training.test_server_faults import Gateway
+from assay.training.sources import version_of
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS, PROMPTS, EVALUATED = 3, 3, 5  # requests of the run: EVALUATED, STEPS times PROMPTS, EVALUATED
+GARBAGE = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nnonsense!"
+
+
+class Gateway:
+    """Stands before a server and passes bytes on, or does not."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.fault = target, ""
+        self.port = free_port()
+        self.connections: set[socket.socket] = set()
+        self.closed = False
+        self.listener = self._listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self.port))
+        listener.listen(256)
+        return listener
+
+    def _accept(self) -> None:
+        while not self.closed:
+            try:
+                client = self.listener.accept()[0]
+            except OSError:
+                time.sleep(0.01)
+                continue
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, suppress(OSError):
+            self.connections.add(client)
+            if self.fault == "garbage":
+                client.recv(1)
+                client.sendall(GARBAGE)
+                return
+            with socket.create_connection(("127.0.0.1", self.target)) as server:
+                back = threading.Thread(target=self._copy, args=(server, client), daemon=True)
+                back.start()
+                self._copy(client, server)
+                back.join()
+        self.connections.discard(client)
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self.fault == "slow":
+                    time.sleep(0.2)
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        for client in list(self.connections):
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def refuse(self, seconds: float) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.cut()
+        time.sleep(seconds)
+        self.listener = self._listen()
+
+    def close(self) -> None:
+        self.closed = True
+        self.cut()
+        self.listener.close()
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +142,16 @@ def restart_at(patch: pytest.MonkeyPatch, to: Gateway, method: str, call: int) -
 
 
 class Runs(SmallRuns):
-    def train_with(self, server: Gateway, name: str, *words: Any) -> int:
-        settings = ["--engine", "assay", "--server.urls", f'["{server.url}"]', "--engine.dtype", "float32"]
-        lengths = ["--train.steps", STEPS, "--eval.every", 0, "--save.every", 100]
+    def train_with(self, servers: Sequence[Gateway], name: str, *words: Any) -> int:
+        urls = json.dumps([server.url for server in servers])
+        settings = ["--engine", "assay", "--server.urls", urls, "--engine.dtype", "float32"]
+        lengths = [
+            "--eval.every",
+            0,
+            "--save.every",
+            100,
+            *([] if "--train.steps" in words else ["--train.steps", STEPS]),
+        ]
         return self.train("--model", self.folder / "model", "--name", name, *settings, *lengths, *words)
 
     def timeless(self, name: str = "small") -> list[dict[str, Any]]:
@@ -78,7 +165,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("lost"))
     save_folder(tiny_model(0), runs.folder / "model")
     with gateway() as server:
-        assert runs.train_with(server, "usual") == 0
+        assert runs.train_with([server], "usual") == 0
     return runs
 
 
@@ -88,8 +175,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ("step-2", "_sample", EVALUATED + PROMPTS + 2, "on_policy"),
         ("asynchronous", "_sample", EVALUATED + PROMPTS + 2, "async"),
         ("weights-2", "_publish", 3, "on_policy"),
-        pytest.param("eval-1", "_sample", 2, "on_policy", marks=pytest.mark.slow),
-        pytest.param("eval-2", "_sample", EVALUATED + STEPS * PROMPTS + 2, "on_policy", marks=pytest.mark.slow),
         ("repeated", "_sample", EVALUATED + STEPS * PROMPTS + EVALUATED + 2, "on_policy"),
     ],
 )
@@ -101,7 +186,7 @@ def test_a_run_whose_only_server_is_restarted_equals_one_without_a_failure(
         if name == "repeated":  # the file of the first evaluation is lost before the last one
             lost = small.runs / name / "evals" / "step-000000-before-test.jsonl"
             inject(monkeypatch, TrainingRun, "finish", 1, lost.unlink)
-        assert small.train_with(server, name, "--source", source, "--source.max_staleness", 0) == 0
+        assert small.train_with([server], name, "--source", source, "--source.max_staleness", 0) == 0
         assert server.target == server.restarted  # type: ignore[attr-defined]
     small.same_run("usual", name, STEPS)
 
@@ -109,7 +194,7 @@ def test_a_run_whose_only_server_is_restarted_equals_one_without_a_failure(
 def test_an_asynchronous_run_trains_every_group_once(small: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     with gateway() as server:
         restart_at(monkeypatch, server, "_sample", EVALUATED + 2 * PROMPTS + 1)
-        assert small.train_with(server, "stale", "--source", "async", "--source.max_staleness", 2) == 0
+        assert small.train_with([server], "stale", "--source", "async", "--source.max_staleness", 2) == 0
         assert server.target == server.restarted  # type: ignore[attr-defined]
     groups = [group for step in range(1, STEPS + 1) for group in read_rollouts(small.runs / "stale", step)]
     assert len({group.prompt.id for group in groups}) == len(groups) == STEPS * PROMPTS
@@ -121,7 +206,7 @@ def test_a_run_whose_server_stays_away_is_saved_and_can_be_resumed(
     with gateway() as server:
         with monkeypatch.context() as patch:
             inject(patch, AssayEngine, "_sample", EVALUATED + PROMPTS + 2, lambda: fail(server))
-            assert small.train_with(server, "saved", "--server.recover_s", 0.3) == 2
+            assert small.train_with([server], "saved", "--server.recover_s", 0.3) == 2
         said = capsys.readouterr().err
         assert "is not reachable" in said and "assay train --resume" in said and said.count("\n") == 1
         assert checkpoints.last(small.runs / "saved") == 1  # the last complete step, though no checkpoint was due
@@ -134,5 +219,56 @@ def test_a_run_whose_server_stays_away_is_saved_and_can_be_resumed(
 def test_without_time_to_recover_a_failure_ends_the_run_at_once(small: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     with gateway() as server:
         inject(monkeypatch, AssayEngine, "_sample", EVALUATED + PROMPTS + 2, lambda: fail(server))
-        assert small.train_with(server, "ended", "--server.recover_s", 0) == 2
+        assert small.train_with([server], "ended", "--server.recover_s", 0) == 2
     assert checkpoints.last(small.runs / "ended") == 0
+
+
+FAULTS = ["is restarted without its weights", "refuses connections", "loses all connections", "garbage", "slow"] * 2
+
+
+def inject_fault(to: Gateway, fault: str) -> None:
+    """Let something go wrong, and mend it."""
+    if fault in ("garbage", "slow"):
+        to.fault = fault
+        to.cut()
+        time.sleep(0.5)
+        to.fault = ""
+    elif fault == "is restarted without its weights":
+        fail(to)
+        time.sleep(0.3)
+        mend(to)
+    elif fault == "refuses connections":
+        to.refuse(0.5)
+    to.cut()
+
+
+@pytest.mark.slow
+def test_a_run_with_several_servers_survives_their_faults(
+    small: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One fault after the other, while the run goes on."""
+    draw, steps = random.Random(1), 32
+    record, plan, threads = TrainingRun.record, draw.sample(FAULTS, len(FAULTS)), list[threading.Thread]()
+
+    def record_and_inject(run: TrainingRun, *results: Any) -> None:
+        record(run, *results)
+        if plan and run.state.step % 2 == 0:
+            for thread in threads:
+                thread.join()
+            threads.append(threading.Thread(target=inject_fault, args=(draw.choice(servers), plan.pop())))
+            threads[-1].start()
+
+    monkeypatch.setattr(TrainingRun, "record", record_and_inject)
+    with gateway() as first, gateway() as second:
+        servers = [first, second]
+        more = ("--source", "async", "--source.max_staleness", 2, "--server.health_timeout_s", 1)
+        assert small.train_with(servers, "faults", *more, "--train.steps", steps) == 0
+        for thread in threads:
+            thread.join()
+    groups = {step: read_rollouts(small.runs / "faults", step) for step in range(1, steps + 1)}
+    times = Counter(group.prompt.id for found in groups.values() for group in found)
+    assert len(times) == 24 and set(times.values()) == {steps * PROMPTS // 24}  # none is lost or trained twice
+    assert all(0 <= step - 1 - version_of(group) <= 2 for step, found in groups.items() for group in found)
+    said = " ".join(capsys.readouterr().out.split())
+    assert not plan and said.count("has failed and gets no more requests") >= 3
+    assert said.count("serves again, with the weights of version") >= 3

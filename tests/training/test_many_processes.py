@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,6 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "2 separate": (2, ("--train.process", "separate")),
     "2 fsdp": (2, ("--parallel.mode", "fsdp")),
     "2 tp": (2, ("--parallel.tp", 2)),
-    "4 ddp": (4, ("--parallel.mode", "ddp")),
-    "4 fsdp": (4, ("--parallel.mode", "fsdp")),
-    "4 ddp x tp": (4, ("--parallel.tp", 2, "--parallel.mode", "ddp")),
     "4 fsdp x tp": (4, ("--parallel.tp", 2, "--parallel.mode", "fsdp")),
 }
 RICH = (  # everything that has a place of its own in a run: warm start, reference, several updates, dropped groups
@@ -40,23 +37,28 @@ RICH = (  # everything that has a place of its own in a run: warm start, referen
     *("--optim.weight_decay", 0.1, "--train.samples", 2, "--algo.reference_ema", 0.8),
     *("--algo.reward_kl_coef", 0.05, "--replay.groups", 2),
 )
-MUON = ("--optim.name", "muon", "--optim.matrix_lr", 0.01)
 LORA = ("--lora.rank", 2, "--algo.kl_coef", 0.1, "--algo.refresh_reference", 2)
 SEQUENCES = (  # ratios and corrections of whole answers, scores before the first update, tokens held back
     *("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate", "--algo.updates", 2, "--algo.clip_low", 0.1),
     *("--algo.cov", "kl_cov", "--algo.cov_fraction", 0.1, "--train.token_budget", 40),
+    *("--optim.name", "muon", "--optim.matrix_lr", 0.01),
 )
 CRITIC = (
     *("--algo.recipe", "ppo", "--critic.lr", 1e-3, "--algo.reward_kl_coef", 0.05, "--train.samples", 2),
     *("--train.token_budget", 40, "--sft.steps", 1),
 )
-SHARED = (*CRITIC, "--critic.trunk", "shared")
-QUANTIZED = ("--lora.rank", 2, "--lora.quantize", "nf4", "--algo.kl_coef", 0.1)
-SHARED_LORA = (*SHARED, "--lora.rank", 2)
-REWARD_KL = ("--algo.recipe", "reinforce_pp", "--algo.reward_kl_coef", 0.1, "--train.token_budget", 40)
+KINDS = {  # settings of whole runs, and a layout that computes them in another way than one process
+    "rich": (RICH, "2 separate"),
+    "rich, tp": (RICH, "2 tp"),
+    "lora": (LORA, "2 fsdp"),
+    "quantized": (("--lora.rank", 2, "--lora.quantize", "nf4", "--algo.kl_coef", 0.1), "2 ddp"),
+    "sequences": (SEQUENCES, "4 fsdp x tp"),
+    "critic": (CRITIC, "2 ddp"),
+    "shared-lora": ((*CRITIC, "--critic.trunk", "shared", "--lora.rank", 2), "2 fsdp"),
+}
 
 
-def ended(process: Any, code: int = 0, within: float = 300) -> str:
+def ended(process: Any, code: int = 0, within: float = 900) -> str:
     said = process.communicate(timeout=within)[0]
     assert process.returncode == code, said
     return said
@@ -97,17 +99,17 @@ def tokens(run: Path, step: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_two_by_two_processes_with_servers_equal_one_process_with_its_own_engine(small: SmallRuns) -> None:
+def test_processes_with_servers_equal_one_process_with_its_own_engine(small: SmallRuns) -> None:
     """`assay serve` processes that rank 0 starts, and others that run already."""
-    count, layout = LAYOUTS["4 fsdp x tp"]
     assert small.train(*WORDS) == 0
-    words = ("train", small.config, *WORDS, *layout, "--engine.name", "assay", "--name")
-    ended(small.launch(count, *words, "started", "--server.servers", 2))
+    words = ("train", small.config, *WORDS, "--engine.name", "assay", "--name")
+    count, layout = LAYOUTS["4 fsdp x tp"]
+    ended(small.launch(count, *words, "started", "--server.servers", 2, *layout))
     same_truth(small, "small", "started")
     model = str(small.checkpoint(0) / "model")
     options = ("--allow-updates", "--engine.dtype", "float64")
     with command(model, *options) as (_, first), command(model, *options) as (_, second):
-        ended(small.launch(count, *words, "running", "--server.urls", json.dumps([first, second])))
+        ended(small.launch(2, *words, "running", "--server.urls", json.dumps([first, second])))
         sampled = [metric_of(url, "assay_generated_tokens_total") for url in (first, second)]
     same_truth(small, "small", "running")
     assert min(sampled) > 0
@@ -136,71 +138,40 @@ def test_several_processes_train_asynchronously(small: SmallRuns) -> None:
     assert all(0 <= step - 1 - version_of(group) <= 2 for step, groups in found.items() for group in groups)
 
 
-KINDS = {
-    **{"rich": RICH, "muon": MUON, "lora": LORA, "sequences": SEQUENCES, "reward-kl": REWARD_KL},
-    **{"critic": CRITIC, "shared": SHARED, "shared-lora": SHARED_LORA, "quantized": QUANTIZED},
-}
-
-
-@pytest.fixture(scope="module")
-def rich(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
-    """Runs on one process to compare with."""
-    small = SmallRuns(tmp_path_factory.mktemp("many"))
-    for name, words in KINDS.items():
-        ended(small.process("train", small.config, *WORDS, *words, "--name", name))
-    yield small
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_runs_on_any_layout(rich: SmallRuns, layout: str) -> None:
-    count, words = LAYOUTS[layout]
-    name = layout.replace(" ", "-")
-    said = ended(rich.launch(count, "train", rich.config, *WORDS, *RICH, *words, "--name", name))
-    same_truth(rich, "rich", name)
-    assert said.count("accuracy before") == 1  # one rank prints
-    if layout == "4 fsdp x tp":  # a checkpoint in parts is exported as one
-        assert len(list((rich.checkpoint(STEPS, name) / "optimizer").iterdir())) == count
-        assert rich("export", f"run:{name}@last", rich.folder / "exported") == 0
-        saved = load_file(rich.checkpoint(STEPS, name) / "model/model.safetensors")
-        exported = load_file(rich.folder / "exported" / "model.safetensors")
-        assert all(value.equal(saved[key].float()) for key, value in exported.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        *(("muon", "4 fsdp x tp"), ("lora", "2 fsdp"), ("lora", "2 ddp"), ("quantized", "2 ddp")),
-        *(("sequences", "4 fsdp x tp"), ("reward-kl", "2 fsdp"), ("shared-lora", "2 fsdp")),
-        *(("critic", "2 ddp"), ("critic", "4 fsdp x tp"), ("shared", "2 ddp"), ("shared", "4 fsdp x tp")),
-    ],
-)
-def test_other_kinds_of_runs(rich: SmallRuns, kind: str, layout: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_runs_on_many_processes_equal_one_process(small: SmallRuns, kind: str) -> None:
+    words, layout = KINDS[kind]
     count, spread = LAYOUTS[layout]
-    name = f"{kind}-{layout.replace(' ', '-')}"
-    ended(rich.launch(count, "train", rich.config, *WORDS, *KINDS[kind], *spread, "--name", name))
-    same_truth(rich, kind, name)
+    assert small.train(*WORDS, *words) == 0
+    said = ended(small.launch(count, "train", small.config, *WORDS, *words, *spread, "--name", "many"))
+    same_truth(small, "small", "many")
+    assert said.count("accuracy before") == 1  # one rank prints
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rich", "critic", "shared-lora"])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(rich: SmallRuns, kind: str) -> None:
-    """Saved on 4, the newest checkpoint damaged: the one before it goes on as 2, as 1, and as 4 again."""
-    words = KINDS[kind]
-    first = "4 fsdp" if "lora" in kind else "4 fsdp x tp"
-    name = f"moving-{kind}"
-    ended(rich.launch(LAYOUTS[first][0], "train", rich.config, *WORDS, *words, *LAYOUTS[first][1], "--name", name))
-    for layout in ("2 ddp", "1", "4 fsdp"):
-        *_, before, last = checkpoints.steps(rich.runs / name)  # 3, or 4 where the best accuracy was measured there
+@pytest.mark.parametrize("kind", ["rich", "critic"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(small: SmallRuns, kind: str) -> None:
+    """Saved on 4, the newest checkpoint damaged: the one before it goes on as 1, and as 2."""
+    words, (count, spread) = KINDS[kind][0], LAYOUTS["4 fsdp x tp"]
+    assert small.train(*WORDS, *words) == 0
+    ended(small.launch(count, "train", small.config, *WORDS, *words, *spread, "--name", "many"))
+    same_truth(small, "small", "many")
+    # A checkpoint in parts is exported as one.
+    assert len(list((small.checkpoint(STEPS, "many") / "optimizer").iterdir())) == count
+    assert small("export", "run:many@last", small.folder / "exported") == 0
+    saved = load_file(small.checkpoint(STEPS, "many") / "model/model.safetensors")
+    exported = load_file(small.folder / "exported" / "model.safetensors")
+    assert all(value.equal(saved[key].float()) for key, value in exported.items())
+    for layout in ("1", "2 ddp"):
+        *_, before, last = checkpoints.steps(small.runs / "many")  # 3, or 4 where the best accuracy was measured there
         assert last == STEPS
-        spoil(rich.checkpoint(last, name))
+        spoil(small.checkpoint(last, "many"))
         count, spread = LAYOUTS.get(layout, (1, ()))
-        spread = ("--parallel.tp", 1, *spread)
-        resumed = ("train", "--resume", name, *spread)
-        said = ended(rich.launch(count, *resumed) if count > 1 else rich.process(*resumed))
+        resumed = ("train", "--resume", "many", "--parallel.tp", 1, *spread)
+        said = ended(small.launch(count, *resumed) if count > 1 else small.process(*resumed))
         assert "is damaged: resuming from an earlier checkpoint" in said and f"from step {before}" in said
-        same_truth(rich, kind, name)
+        same_truth(small, "small", "many")
 
 
 def spoil(checkpoint: Path) -> None:
@@ -230,25 +201,31 @@ SLOWLY = ("--train.steps", 8, "--save.every", 2, "--sampling.max_new_tokens", 40
 
 
 @pytest.mark.slow
-def test_a_killed_rank_takes_the_run_down_and_it_goes_on(small: SmallRuns) -> None:
+def test_a_rank_that_is_killed_or_hangs_takes_the_run_down_and_it_goes_on(small: SmallRuns) -> None:
     ended(small.launch(2, "train", small.config, *SLOWLY))
-    process = small.launch(2, "train", small.config, *SLOWLY, "--name", "killed")
-    wait_for_step(small, "killed", 5, process)
+    words = (*SLOWLY, "--name", "struck", "--parallel.heartbeat_timeout_s", 6)
+    process = small.launch(2, "train", small.config, *words)
+    wait_for_step(small, "struck", 3, process)
     os.kill(ranks(process.pid)[1], signal.SIGKILL)
     struck = time.monotonic()
     said = ended(process, code=1)
     assert time.monotonic() - struck < 60
     assert "Signal 9 (SIGKILL)" in said and said.count("assay: rank 0 lost another process") <= 1
     assert "resume with: assay train --resume" in said
-    assert not (small.runs / "killed" / "summary.json").exists()
-    ended(small.launch(2, "train", "--resume", "killed"))
-    small.same_run("small", "killed", 8)
+    assert not (small.runs / "struck" / "summary.json").exists()
+    process = small.launch(2, "train", "--resume", "struck")
+    wait_for_step(small, "struck", 6, process)
+    found = ranks(process.pid)
+    os.kill(found[1], signal.SIGSTOP)
+    said = ended(process, code=1)
+    assert f"assay: rank 1 on {socket.gethostname()} has not responded for" in said and "exitcode  : 2" in said
+    assert gone(found.values())
+    ended(small.launch(2, "train", "--resume", "struck"))
+    small.same_run("small", "struck", 8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stopped", ["a rank by SIGTERM", "a rank by SIGINT", "the launcher by SIGTERM", "the launcher by SIGKILL"]
-)
+@pytest.mark.parametrize("stopped", ["a rank by SIGTERM", "the launcher by SIGTERM", "the launcher by SIGKILL"])
 def test_all_ranks_save_and_end_if_one_rank_or_the_launcher_is_stopped(small: SmallRuns, stopped: str) -> None:
     signum = signal.Signals[stopped.split()[-1]]
     process = small.launch(2, "train", small.config, *SLOWLY, "--parallel.mode", "fsdp", "--train.steps", 500)
@@ -275,10 +252,9 @@ def gone(pids: Iterable[int]) -> bool:
 def test_mistakes_are_told_once(small: SmallRuns, tmp_path: Path) -> None:
     for words, line in (
         (("--optim.lrr", 1), "optim.lrr"),  # before the processes know of each other
-        (("--parallel.tp", 4), "does not divide the 2 key-value heads"),
         (("--reward.function", f"{tmp_path}/reward.py:raises"), "the judge failed on all"),
     ):
-        said = ended(small.launch(4, "train", small.config, *words), code=1)
+        said = ended(small.launch(2, "train", small.config, *words), code=1)
         assert len([text for text in said.splitlines() if text.startswith("assay: ")]) == 1 and line in said
         assert "assay/training" not in said  # no traceback of ours
     assert not small.runs.exists()
@@ -306,41 +282,3 @@ def test_a_rank_that_fails_alone_says_so(small: SmallRuns, tmp_path: Path) -> No
     assert time.monotonic() - struck < 60
     assert "the second rank has had enough" in said
     assert json.loads((small.checkpoint(0) / "complete.json").read_text())["step"] == 0
-
-
-def each(small: SmallRuns, *words: tuple[object, ...]) -> list[Any]:
-    """One process per rank, each with words of its own, as on hosts whose config files differ."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    common = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = []
-    for rank, own in enumerate(words):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
-                patch.setenv(name, value)
-            started.append(small.process("train", small.config, *own))
-    return started
-
-
-@pytest.mark.slow
-def test_a_rank_with_another_setting_ends_all_ranks_before_there_is_a_run(small: SmallRuns) -> None:
-    said = [ended(process, code=2) for process in each(small, (), ("--optim.lr=0.1",))]
-    (line,) = [line for text in said for line in text.splitlines() if line.startswith("assay: ")]
-    assert f"rank 1 on {socket.gethostname()} differs: optim.lr is 0.1 there, and " in line
-    assert not small.runs.exists()
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_ends_the_run_which_goes_on_later(small: SmallRuns) -> None:
-    ended(small.launch(2, "train", small.config, *SLOWLY))
-    words = (*SLOWLY, "--parallel.heartbeat_timeout_s", 6, "--name", "stopped")
-    process = small.launch(2, "train", small.config, *words)
-    wait_for_step(small, "stopped", 5, process)
-    found = ranks(process.pid)
-    os.kill(found[1], signal.SIGSTOP)
-    said = ended(process, code=1)
-    assert f"assay: rank 1 on {socket.gethostname()} has not responded for" in said and "exitcode  : 2" in said
-    assert gone(found.values())
-    ended(small.launch(2, "train", "--resume", "stopped"))
-    small.same_run("small", "stopped", 8)

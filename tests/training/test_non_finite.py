@@ -62,7 +62,7 @@ def test_a_run_of_which_every_update_was_skipped_is_saved_and_fails(
     assert "every update was skipped" in error and "optim.lr" in error
 
 
-@pytest.mark.parametrize("poison", mostly_slow(["nan", "inf", "gradient"], quick=["gradient"]))
+@pytest.mark.parametrize("poison", mostly_slow(["nan", "gradient"], quick=["gradient"]))
 def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], poison: str
 ) -> None:
@@ -96,23 +96,20 @@ def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("owner", mostly_slow(["policy", "critic"], quick=["policy"]))
 def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_named(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: str
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update with a finite gradient overflows: nothing fails until the next step, by when it would be saved."""
     record = TrainingRun.record
 
     def overflow(self: TrainingRun, *args: object) -> None:
         if self.state.step == 3:
-            model = self.learner.policy if owner == "policy" else self.learner.critic.model.trunk
             with torch.no_grad():
-                next(model.parameters()).view(-1)[0] = math.inf
+                next(self.learner.critic.model.trunk.parameters()).view(-1)[0] = math.inf
         record(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TrainingRun, "record", overflow)
-    words = ("--algo.critic", "true") if owner == "critic" else ()
-    assert train(small, "nan 0", "--save.every", 1, "--optim.lr", 0.02, *words) == 2
+    assert train(small, "nan 0", "--save.every", 1, "--optim.lr", 0.02, "--algo.critic", "true") == 2
     said = capsys.readouterr().err
     run = small.runs / "small"
     assert "is not finite after step 3, which is not saved" in said and said.count("\n") == 1

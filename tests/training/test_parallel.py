@@ -1,11 +1,13 @@
-"""Parallel layouts: the choice of a mode, gradient sums and norms, memory, optimizer state; equal to one process."""
+"""Parallel layouts equal one process: modes, gradients, memory, optimizer state; ranks that differ are reported."""
 
 from __future__ import annotations
 
 import copy
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +20,27 @@ from torch import Tensor, nn
 from train_parts import cramped, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
-from assay.mesh import Mesh, init_mesh
+from assay.build.problems import build_algorithm
+from assay.config import TrainConfig
+from assay.mesh import Mesh, check_equal, init_mesh, local_tensor
 from assay.models import HFModel
 from assay.models.logprobs import token_logprobs
 from assay.runs import checkpoints
 from assay.runs.files import disk_error
-from assay.text import char_tokenizer
+from assay.tasks import make_task
+from assay.tasks.base import LazyPrompts
+from assay.text import Renderer, char_tokenizer
 from assay.training import checkpoint, parallel
 from assay.training.learner.optim import clip_gradients, make_adamw, optimizer_tensors
 from assay.training.learner.pack import Row, rows_of
 from assay.training.learner.update import Updater
 from assay.training.parallel import (
+    check_inputs,
+    check_layout,
+    check_weights,
+    code_versions,
+    compared_settings,
+    describe_prompts,
     in_lockstep,
     is_fsdp,
     is_sharded,
@@ -37,11 +49,13 @@ from assay.training.parallel import (
     pick_mode,
     save_sharded,
     saved_shapes,
+    start_mesh,
     sum_gradients,
 )
-from assay.types import UserError
+from assay.types import Prompt, UserError
 
 ALGO = make_algorithm("grpo")
+LAYOUTS = ((1, "ddp"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"))  # tensor-parallel ranks of four, and the others' mode
 
 
 def some_rows() -> list[Row]:
@@ -202,20 +216,14 @@ def differences(case: Case, folder: Path) -> tuple[float, float]:
     return max(gaps), max(float((weights[name] - found[name]).abs().max()) for name in weights)
 
 
-def check(world: int, cases: list[Case], folder: Path) -> None:
-    start(world, train_cases, folder, cases)
+@pytest.mark.slow
+def test_every_layout_of_every_family_equals_one_process(tmp_path: Path) -> None:
+    cases = [Case(family, mode, tp, family != "qwen2") for family in SPECS for tp, mode in LAYOUTS]
+    start(4, train_cases, tmp_path, cases)
     for case in cases:
-        metric, weight = differences(case, folder)
+        metric, weight = differences(case, tmp_path)
         limit = 1e-9 if case.double else 1e-4
         assert metric < limit and weight < limit, (case.name, metric, weight)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_layout_of_every_family_equals_one_process(world: int, tmp_path: Path) -> None:
-    layouts = [("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)]
-    cases = [Case(f, mode, tp, double) for f in SPECS for mode, tp in layouts for double in (True, False)]
-    check(world, cases, tmp_path)
 
 
 TENSORS = {"a|exp_avg": torch.randn(3, 4, dtype=torch.float64), "b|momentum": torch.randn(5), "a|step": torch.tensor(3)}
@@ -240,9 +248,6 @@ def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypat
 
 def test_a_plain_module_is_not_sharded() -> None:
     assert not is_sharded(nn.Linear(2, 2))
-
-
-LAYOUTS = ((1, "ddp"), (1, "fsdp"), (2, "ddp"), (2, "fsdp"))  # tensor-parallel ranks of four, and the others' mode
 
 
 def moments(found: Updater) -> dict[str, Tensor]:
@@ -291,3 +296,137 @@ def fill_disk(mesh: Mesh, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
     start(2, fill_disk, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"engine": {"name": "native"}}, 1, "needs engine servers: set engine.name to assay, vllm or sglang"),
+        ({"engine": {"name": "assay"}}, 2, "set parallel.tp to 1"),
+        ({"engine": {"name": "assay"}, "algo": {"recipe": "remax"}}, 1, "no greedy baselines"),
+        ({"engine": {"name": "assay"}}, 1, ""),
+    ],
+)
+def test_which_layouts_of_processes_can_train_asynchronously(changes: Any, tp: int, message: str) -> None:
+    ranks: Any = SimpleNamespace(world=2, tp_size=tp, dp_size=2 // tp)
+    cfg = TrainConfig(source={"name": "async", "max_staleness": 0}, **changes)
+    algo = build_algorithm(cfg)
+    check_layout(cfg, Mesh(), algo)  # one process can
+    if message:
+        with pytest.raises(UserError, match=message):
+            check_layout(cfg, ranks, algo)
+    else:
+        check_layout(cfg, ranks, algo)
+
+
+def test_quantized_weights_are_not_sharded() -> None:
+    ranks: Any = SimpleNamespace(world=2, tp_size=1, dp_size=2)
+    cfg = TrainConfig(lora={"rank": 2, "quantize": "nf4"}, parallel={"mode": "fsdp"})
+    with pytest.raises(UserError, match="quantized weights cannot be sharded"):
+        check_layout(cfg, ranks, build_algorithm(cfg))
+
+
+def test_the_rank_that_differs_is_reported_with_both_values() -> None:
+    usual, other = {"seed": "0", "optim.lr": "0.1", "a": "1"}, {"seed": "1", "optim.lr": "0.2", "a": "1"}
+    check_equal([("n0", usual), ("n0", dict(usual)), ("n1", {"a": "1", "only here": "x"})], "-")
+    said = "rank 0 on n0 differs: seed is 1 there, and 0 on rank 1; optim.lr is 0.2 there, and 0.1 on rank 1; mend it"
+    with pytest.raises(UserError) as raised:
+        check_equal([("n0", other), ("n0", usual), ("n1", usual)], "mend it")
+    assert str(raised.value) == said
+    many = {str(key): "x" for key in range(9)}
+    with pytest.raises(UserError, match=r"rank 1 on n1 differs: 0 is y there.*\(and 6 more differences\)"):
+        check_equal([("n0", many), ("n1", dict.fromkeys(many, "y"))], "-")
+
+
+def test_only_settings_of_one_host_may_differ(tmp_path: Path) -> None:
+    cfg = TrainConfig()
+    cfg.model.tokenizer, cfg.task.path, cfg.runs_dir, cfg.reward.workers = "/here/words", "/here/data", "/here", 7
+    assert compared_settings(cfg) == compared_settings(TrainConfig())
+    for change in (
+        {"seed": 1},
+        {"model": "/elsewhere"},
+        {"optim": {"lr": 0.5}},
+        {"algo": {"updates": 3}},
+        {"task": {"args": {"size": 3}}},
+    ):
+        assert compared_settings(TrainConfig.model_validate(change)) != compared_settings(TrainConfig())
+    file = tmp_path / "mine.py"
+    found = []
+    for text in ("def reward(): return 0", "def reward(): return 1"):
+        file.write_text(text)
+        found.append(compared_settings(TrainConfig.model_validate({"reward": {"function": f"{file}:reward"}})))
+    assert {key for key in found[0] if found[0][key] != found[1][key]} == {"reward.function"}  # its code differs
+
+
+def test_descriptions_of_code_and_prompts_are_equal_in_every_process(tmp_path: Path) -> None:
+    assert code_versions() == code_versions() and len(code_versions()) == 9
+    one = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {4}})
+    same = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {5}})
+    assert describe_prompts([one]) == describe_prompts([same]) != describe_prompts([Prompt("a/1", one.messages, "3")])
+    made: list[int] = []
+    endless = LazyPrompts(lambda index: made.append(index) or one, 2**31)  # type: ignore[func-returns-value]
+    assert describe_prompts(endless).startswith("2147483648 (hash ") and len(made) < 100
+
+
+def refused(mesh: Mesh, said: str, work: Callable[[], None]) -> None:
+    with pytest.raises(UserError, match=said):
+        work()
+    mesh.barrier()
+
+
+def differ(mesh: Mesh) -> None:
+    second = mesh.rank == 1
+    cfg = TrainConfig.model_validate({"device": "cpu", "optim": {"lr": 0.1 if second else 0.2}})
+    refused(mesh, r"rank 1 on .* differs: optim\.lr is 0\.1 there, and 0\.2 on rank 0", lambda: start_mesh(cfg))
+    train, policy, renderer = make_task("abacus").prompts("train")[:40], tiny_decoder(), Renderer(char_tokenizer())
+    check_inputs(mesh, {"train": train, "sft": ()}, renderer, policy)
+    fewer = train[:39] if second else train
+    refused(mesh, r"train prompts is 39 \(hash", lambda: check_inputs(mesh, {"train": fewer}, renderer, policy))
+    spoken = Renderer(char_tokenizer(), system="Think." if second else None)
+    refused(mesh, "first prompts' tokens", lambda: check_inputs(mesh, {"train": train}, spoken, policy))
+    flip(next(policy.parameters()), second)
+    refused(mesh, "rank 1 on .* fingerprint of the model", lambda: check_weights(mesh, "model", policy))
+
+
+def flip(weight: torch.Tensor, here: bool) -> None:
+    """The last bit of one number."""
+    if here:
+        local_tensor(weight.detach()).flatten().view(torch.int32)[:1].bitwise_xor_(1)
+
+
+@pytest.mark.slow
+def test_different_settings_data_or_weights_are_reported_on_all_ranks() -> None:
+    start(2, differ)
+
+
+def save(folder: Path, updater: Updater, step: int) -> None:
+    checkpoint.save(folder, {"step": step}, updater.policy, updater.optimizer, char_tokenizer(), updater.mesh)
+
+
+SHARED = [  # layout, and a weight of which several ranks hold the same part
+    (1, "ddp", "model.norm.weight"),
+    (2, "ddp", "model.layers.0.mlp.up_proj.weight"),  # a part, which one other rank has too
+    (2, "ddp", "model.norm.weight"),
+    (2, "fsdp", "model.norm.weight"),  # whole for tensor parallelism, a part for FSDP
+]
+
+
+def spoil_replicas(mesh: Mesh, root: Path) -> None:
+    for number, (tp, mode, name) in enumerate(SHARED):
+        folder, updater = root / f"{number}", trained_muon_updater(tp, mode)
+        save(folder, updater, 1)
+        weight = dict(updater.policy.named_parameters())[name]
+        for tensor in (weight, *updater.optimizer.state[weight].values()):
+            if tensor.numel() > 1:
+                flip(tensor, mesh.rank == mesh.world - 1)
+                refused(
+                    mesh, f"{name}.* the checkpoint of step 2 is not written", lambda f=folder, u=updater: save(f, u, 2)
+                )
+                flip(tensor, mesh.rank == mesh.world - 1)
+        assert checkpoints.steps(folder) == [1]
+        save(folder, updater, 2)
+
+
+@pytest.mark.slow
+def test_replicas_and_shards_that_differ_by_a_bit_are_not_saved(tmp_path: Path) -> None:
+    start(4, spoil_replicas, tmp_path)

@@ -23,7 +23,7 @@ from assay.config import LoopConfig
 from assay.rollout import Collector
 from assay.runs import checkpoints
 from assay.tasks.base import UNLIMITED
-from assay.training import checkpoint, recorder
+from assay.training import checkpoint
 from assay.training.learner.update import Updater
 from assay.training.progress import RunState, Schedule, Stopped, Stopping
 from assay.training.sync import WeightSync
@@ -92,18 +92,14 @@ Moment = tuple[tuple[Any, str], int, int | None]
 # During what the signal arrives: the function, which call of it, and the step of the last checkpoint afterwards.
 FINISHED: dict[str, Moment] = {
     "the warm start": ((Updater, "step"), 1, 0),
-    "the first evaluation": (COLLECT, 1, 0),
     "sampling": (COLLECT, 3, 2),
-    "the update": (UPDATE, 2, 2),
     "the weight sync": ((WeightSync, "sync"), 3, 2),
-    "an evaluation": ((recorder, "evaluate"), 2, 3),
     "saving": (WRITE_FILES, 2, 3),
 }
 # The same where the work takes longer than the grace time and is interrupted.
 INTERRUPTED = {
     "the first evaluation": (SERVE, 1, 0),
     "sampling": (SERVE, 3, 1),
-    "an evaluation": (SERVE, 5, 3),
     "the last evaluation": (SERVE, 9, 5),
 }
 
@@ -141,7 +137,7 @@ def test_a_signal_lets_the_step_finish_and_saves_a_checkpoint(
     assert "finishing the step" in shown.err and "Traceback" not in shown.err
 
 
-@pytest.mark.parametrize("moment", mostly_slow(INTERRUPTED, quick=["an evaluation"]))
+@pytest.mark.parametrize("moment", mostly_slow(INTERRUPTED, quick=["sampling"]))
 def test_sampling_and_evaluation_are_interrupted_after_the_grace_time(
     complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -171,9 +167,8 @@ def test_an_update_is_never_interrupted(complete: SmallRuns, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [UPDATE, WRITE_FILES])
 def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
-    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: tuple[Any, str]
+    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -182,28 +177,23 @@ def test_a_second_signal_stops_at_once_and_leaves_the_earlier_checkpoint(
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the run was not stopped")
 
-    name = "at-once-" + target[1]
     with monkeypatch.context() as patch:
-        inject(patch, *target, 2, strike)
-        assert complete.train(*WORDS, "--name", name) == 130
-    assert checkpoints.last_intact(complete.runs / name) == (0, [])
+        inject(patch, *WRITE_FILES, 2, strike)
+        assert complete.train(*WORDS, "--name", "at-once") == 130
+    assert checkpoints.last_intact(complete.runs / "at-once") == (0, [])
     assert "saved after step 0 of 5" in capfd.readouterr().out
-    assert complete.resume(name) == 0
-    complete.same_run("small", name, STEPS)
+    assert complete.resume("at-once") == 0
+    complete.same_run("small", "at-once", STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [UPDATE, WRITE_FILES])
-def test_a_repeated_sigterm_changes_nothing(
-    complete: SmallRuns, monkeypatch: pytest.MonkeyPatch, target: tuple[Any, str]
-) -> None:
+def test_a_repeated_sigterm_changes_nothing(complete: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     def strike() -> None:
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.4)
         signal.raise_signal(signal.SIGTERM)
 
-    moment = (target, 2, 2 if target == UPDATE else 3)
-    stopped_and_resumed(complete, "repeated-" + target[1], monkeypatch, moment, strike)
+    stopped_and_resumed(complete, "repeated", monkeypatch, (WRITE_FILES, 2, 3), strike)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from serve_parts import serving
-from small_run import SmallRuns, abacus_words, llama_folder, mostly_slow
+from small_run import SmallRuns, abacus_words, llama_folder
 from torch import Tensor
 from train_parts import full_logprobs, make_groups, tiny_decoder
 
@@ -18,9 +18,9 @@ from assay.config import TrainConfig
 from assay.models import Lora, load_model, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
+from assay.training.learner.learner import set_reference
 from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
-from assay.training.reference import set_reference
 from assay.types import Rollout
 
 
@@ -158,13 +158,11 @@ WORDS = ("--dtype", "float64", "--engine.dtype", "float64", "--train.steps", 2, 
 WORDS = (*WORDS, "--algo.kl_coef", 0.1, "--algo.reward_kl_coef", 0.05, "--sampling.temperature", 0.8)
 
 
-@pytest.mark.parametrize("process", mostly_slow(["same", "separate"], quick=["same"]))
-def test_a_served_reference_gives_the_run_of_a_local_one(small: SmallRuns, process: str) -> None:
+def test_a_served_reference_gives_the_run_of_a_local_one(small: SmallRuns) -> None:
     assert small.train(*WORDS) == 0
     start = load_model(str(small.checkpoint(0) / "model"), dtype=torch.float64)
     with serving(start, dtype=torch.float64) as server:
-        words = ("--reference.url", server.url, "--train.process", process, "--name", "served")
-        assert small.train(*WORDS, *words) == 0
+        assert small.train(*WORDS, "--reference.url", server.url, "--name", "served") == 0
     local, served = small.timeless(), small.timeless("served")
     assert [row.keys() for row in local] == [row.keys() for row in served]
     for row, own in zip(local, served, strict=True):

@@ -20,7 +20,7 @@ from assay.config.settings import load_settings
 from assay.models import Decoder, PolicyModel, load_model
 from assay.runs import checkpoints
 from assay.runs.console import Console
-from assay.text import char_tokenizer, load_tokenizer
+from assay.text import char_tokenizer
 from assay.training import run as train_run
 from assay.training.checkpoint import load_optimizer, read_state, save
 from assay.training.learner.optim import make_adamw, make_optimizer
@@ -145,16 +145,6 @@ def test_the_first_checkpoint_has_no_optimizer_state(tmp_path: Path) -> None:
     save(tmp_path, {"step": 3}, policy, make_adamw(policy, 1e-2), char_tokenizer())
     assert not reloaded(tmp_path).optimizer.state
     assert read_state(tmp_path, 3, {"step"}) == {"step": 3}
-
-
-def test_the_model_folder_contains_its_tokenizer(tmp_path: Path) -> None:
-    original = trained(1)
-    tokenizer = char_tokenizer()
-    save(tmp_path, STATE, original.policy, original.optimizer, tokenizer)
-    loaded = load_tokenizer(str(checkpoints.folder(tmp_path, 3) / "model"))
-    text = "12 + 3 = 15\n"
-    assert loaded.encode(text) == tokenizer.encode(text) and loaded.eos_ids == tokenizer.eos_ids
-    assert loaded.has_chat_template
 
 
 def test_moments_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -114,23 +114,6 @@ def served() -> Iterator[AssayEngine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rows", "late", "unmerged"])
-@pytest.mark.parametrize("method", ["fingerprint", "probe"])
-def test_broken_syncs_of_servers_are_detected(served: AssayEngine, method: sync.Method, kind: str) -> None:
-    policy = policy_for("native", kind)
-    served.update_weights(policy, 0)
-    learning = Learning(policy, method, engine=served)
-    broken = break_sync(served, policy, kind)
-    try:
-        steps, text = learning.steps_to_error()
-    finally:
-        del served.update_weights  # type: ignore[attr-defined]
-    assert steps <= (2 if kind == "unmerged" and method == "probe" else 1), text
-    if method == "fingerprint" and kind == "rows":
-        assert f": 1 weight of {len(broken.first)}: {broken.name} (fing" in text
-
-
-@pytest.mark.slow
 def test_the_probe_names_the_one_server_with_stale_weights(served: AssayEngine) -> None:
     policy = tiny_decoder(0, torch.float32)
     served.update_weights(policy, 0)
@@ -154,16 +137,14 @@ def test_the_probe_detects_broken_syncs_of_a_bfloat16_engine(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounded", [False, True])
-def test_hundreds_of_healthy_steps_give_no_false_alarm(rounded: bool) -> None:
-    """bfloat16 engine, float32 trainer. `rounded`: the first weights are exact in bfloat16, as those of most models."""
+def test_hundreds_of_healthy_steps_give_no_false_alarm() -> None:
+    """bfloat16 engine, float32 trainer. The first weights are exact in bfloat16, as those of most models."""
     policy = tiny_decoder(3, torch.float32)
-    if rounded:
-        with torch.no_grad():
-            for weight in policy.parameters():
-                weight.copy_(weight.bfloat16())
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.copy_(weight.bfloat16())
     learning = Learning(policy, dtype=torch.bfloat16, length=8)
-    rows = [learning.update() for _ in range(300)]
+    rows = [learning.update() for _ in range(200)]
     gaps = [row["sync/probe_gap"] / row["sync/probe_limit"] for row in rows]
     assert rows[-1]["sync/probe_change"] > 20 * rows[-1]["sync/probe_gap"]  # the policy has changed a lot
     assert max(gaps) < 0.9 and np.mean(gaps[-50:]) < 1.5 * np.mean(gaps[:50])  # far from the limit, without a trend
@@ -344,18 +325,6 @@ def test_a_run_is_verified_by_the_probe_and_resumes_exactly(small: SmallRuns) ->
     assert states[0]["weight_sync"] == states[1]["weight_sync"] != {}
 
 
-@pytest.mark.slow
-def test_the_probe_of_a_separate_training_process_is_the_same(small: SmallRuns) -> None:
-    words = ("--engine.verify", "probe", "--lora.rank", 2)
-    assert small.train(*words, "--name", "separate", "--train.process", "separate") == 0
-    assert small.train(*words, "--name", "same") == 0
-    separate, same = (
-        [{key: value for key, value in row.items() if key.startswith("sync/")} for row in small.metrics(name)]
-        for name in ("separate", "same")
-    )
-    assert separate == same and sum(map(bool, same)) == 2
-
-
 @pytest.mark.parametrize("method", ["fingerprint", pytest.param("probe", marks=pytest.mark.slow)])
 def test_a_broken_sync_ends_the_run_with_one_line_and_the_checkpoint_before_is_kept(
     small: SmallRuns, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -377,9 +346,9 @@ def test_a_broken_sync_ends_the_run_with_one_line_and_the_checkpoint_before_is_k
     assert small.resume("small") == 0
 
 
-def verify_on_ranks(mesh: Mesh, folder: Path, tp: int) -> None:
+def verify_on_ranks(_: Mesh, folder: Path) -> None:
     """Train and verify on FSDP x TP ranks; then the engine of the last data-parallel rank becomes stale."""
-    mesh = init_mesh(tp)
+    mesh = init_mesh(2)
     for method, dtype in (("probe", torch.bfloat16), ("fingerprint", torch.bfloat16), ("probe", torch.float32)):
         policy = parallelise(tiny_decoder(0, torch.float32), mesh, "fsdp")
         learning = Learning(policy, method, dtype, mesh=mesh, lr=10 * LR)  # type: ignore[arg-type]
@@ -404,9 +373,8 @@ def verify_on_ranks(mesh: Mesh, folder: Path, tp: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 2)])
-def test_fsdp_and_tensor_parallel_ranks_verify_together_and_stop_together(tmp_path: Path, world: int, tp: int) -> None:
-    start(world, verify_on_ranks, tmp_path, tp)
+def test_fsdp_and_tensor_parallel_ranks_verify_together_and_stop_together(tmp_path: Path) -> None:
+    start(4, verify_on_ranks, tmp_path)
     for dtype in (torch.bfloat16, torch.float32):
         scores, weights = torch.load(tmp_path / f"probe-{dtype}.pt")
         policy = tiny_decoder(1, torch.float32)

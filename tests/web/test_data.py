@@ -11,7 +11,7 @@ from web_parts import CONFIG, group_of, listed, make_run, prompt_of, standard_ru
 
 from assay.runs import Run, rollouts, write_rollouts
 from assay.text import char_tokenizer, load_tokenizer
-from assay.training import non_finite
+from assay.training.learner.update import Fault, dump_batch
 from assay.types import Completion, Finish, Group, Rollout, Turn
 from assay.web.data import MetricsQuery, RunView, ViewError, curve, shortened
 from assay.web.table import PromptsQuery, RolloutsQuery
@@ -146,9 +146,7 @@ def test_skipped_batches_are_shown_and_told_apart(tmp_path: Path) -> None:
     path = standard_run(tmp_path / "runs")
     before = RunView("one", path)
     prompts, total = before.current_table().prompts(PromptsQuery()), listed(before)["total"]
-    non_finite.dump_batch(
-        path, 2, [group_of("p1", ["ok", "ok"], "skipped")], [non_finite.Fault(float("nan"), 1.0, [], [])]
-    )
+    dump_batch(path, 2, [group_of("p1", ["ok", "ok"], "skipped")], [Fault(float("nan"), 1.0, [], [])])
     view = RunView("one", path)
     assert view.detail()["skipped"] == [{"step": 2, "reason": "an update was skipped, because the loss is not finite"}]
     assert [place["name"] for place in view.detail()["evals"]] == [place["name"] for place in before.detail()["evals"]]

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from assay.algos.advantages import compared_returns
-from assay.algos.batch import AGGREGATES, LossBatch, LossOut, sums_of, token_weights
 from assay.algos.component import (
+    AGGREGATES,
     Component,
     LengthLimits,
     Loader,
+    LossBatch,
+    LossOut,
     Needs,
     RunFacts,
     Scorers,
@@ -28,6 +30,8 @@ from assay.algos.component import (
     checked_output,
     own_terms,
     require_name,
+    sums_of,
+    token_weights,
 )
 from assay.algos.credit import AdvantageCredit, CreditRule, CriticCredit, RewardKL
 from assay.algos.terms import TERMS
@@ -75,7 +79,7 @@ class ZeroVarianceFilter(Component[AlgoConfig]):
 
     @property
     def rounds(self) -> int:
-        """Maximum number of sampling rounds per step."""
+        """Maximum number of sampling rounds per step; later rounds replace dropped groups."""
         return 1 + self.settings.resample
 
     def check(self) -> None:
@@ -252,19 +256,6 @@ class Algorithm:
 
     # Rollouts
 
-    def accepts_prompt(self, prompt_id: str, step: int) -> bool:
-        """Whether to sample answers to this prompt."""
-        return self.pass_rates.accepts(prompt_id, step)
-
-    @property
-    def sampling_rounds(self) -> int:
-        """Maximum number of sampling rounds per step; later rounds replace dropped groups."""
-        return self.zero_variance.rounds
-
-    def has_zero_variance(self, group: Group) -> bool:
-        """Whether all rewards of a group are equal: see `ZeroVarianceFilter.matches`."""
-        return self.zero_variance.matches(group)
-
     def keep(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
         """Split judged groups into (kept, dropped). Shapes the rewards of all, because all are logged."""
         self._shape_rewards(groups)
@@ -291,8 +282,8 @@ class Algorithm:
         """
         scorers = scorers or Scorers()
         self._shape_rewards(groups)
-        penalties, metrics = self.reward_kl.apply(groups, scorers)
-        return metrics | self.credit_rule.assign(groups, penalties, scorers)
+        ratios, metrics = self.reward_kl.apply(groups, scorers)
+        return metrics | self.credit_rule.assign(groups, ratios, scorers)
 
     def _shape_rewards(self, groups: list[Group]) -> None:
         """Set the reward of each rollout; mask those that the judge or the environment failed to judge."""
@@ -315,7 +306,7 @@ class Algorithm:
         return max(min(-(-groups // size) if size else self.settings.updates, groups), 1)
 
     def token_weights(self, lengths: Tensor) -> Tensor:
-        """Weight of the tokens of each sequence of a global batch (see `batch.token_weights`)."""
+        """Weight of the tokens of each sequence of a global batch (see `component.token_weights`)."""
         mode, limit = self.settings.aggregate, self.limits.max_new_tokens
         if mode == "constant" and limit < 1:
             raise UserError('aggregate="constant" divides by max_new_tokens: set max_new_tokens.')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain, compress
 from typing import Any
 
@@ -36,21 +35,7 @@ from assay.config import AlgoConfig, CriticConfig
 from assay.config.algorithm import RewardKLConfig
 from assay.types import Group, Rollout, UserError, describe_error, plural
 
-
-@dataclass(frozen=True)
-class KLPenalties:
-    """log(policy / reference) of each trained token of each rollout, and the coefficient of the penalty."""
-
-    log_ratios: Sequence[Sequence[float]]
-    coef: float
-
-    def of(self, groups: Sequence[Group]) -> list[tuple[Rollout, Sequence[float]]]:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return list(zip(rollouts, self.log_ratios, strict=True))
-
-    def per_token(self) -> list[list[float]]:
-        """Penalty of each token."""
-        return [[self.coef * ratio for ratio in ratios] for ratios in self.log_ratios]
+LogRatios = Sequence[Sequence[float]]  # log(policy / reference) of each trained token of each rollout
 
 
 class RewardKL(Component[RewardKLConfig]):
@@ -64,28 +49,30 @@ class RewardKL(Component[RewardKLConfig]):
         if not self.settings.reward_kl_coef:
             yield "algo.reward_kl_coef is 0", ["algo.reward_kl_per"]
 
-    def apply(self, groups: Sequence[Group], scorers: Scorers) -> tuple[KLPenalties | None, dict[str, float]]:
+    def apply(self, groups: Sequence[Group], scorers: Scorers) -> tuple[LogRatios | None, dict[str, float]]:
         """Subtract the penalties of all tokens from `rollout.reward`, which must have been set.
 
-        Returns the penalties, if tokens get separate credit (reward_kl_per = "token"), and metrics.
+        Returns the log-ratios, if tokens get separate credit (reward_kl_per = "token"), and metrics.
         """
         coef = self.settings.reward_kl_coef
         if not coef:
             return None, {}
         assert scorers.ref_logprobs is not None, "needs.ref_logprobs_in_credit"
         ratios = log_ratios(groups, scorers.ref_logprobs(groups))
-        penalties = KLPenalties(ratios, coef)
-        for rollout, ratios_T in penalties.of(groups):
+        for rollout, ratios_T in zip(all_rollouts(groups), ratios, strict=True):
             rollout.reward -= coef * sum(ratios_T)
         metrics = {"reward/kl": sum(map(sum, ratios)) / max(len(ratios), 1)}
-        return penalties if self.settings.reward_kl_per == "token" else None, metrics
+        return ratios if self.settings.reward_kl_per == "token" else None, metrics
 
 
-def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
+def all_rollouts(groups: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]]) -> LogRatios:
     """For each rollout, log(policy / reference) of each trained token; the policy is the one that sampled."""
     ratios = []
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    for rollout, ref in zip(rollouts, ref_logprobs, strict=True):
+    for rollout, ref in zip(all_rollouts(groups), ref_logprobs, strict=True):
         if -math.inf in ref:
             raise UserError(
                 f"the reference gives a token in the answer to {rollout.prompt.id} (sample {rollout.sample}) "
@@ -108,8 +95,8 @@ class CreditRule(Component[AlgoConfig]):
     def check_samples(self, samples: int) -> None:
         """Raise a UserError if the rule cannot work with this number of samples per prompt."""
 
-    def assign(self, groups: list[Group], penalties: KLPenalties | None, scorers: Scorers) -> dict[str, float]:
-        """Returns metrics. `penalties`: of single tokens, if tokens get separate credit."""
+    def assign(self, groups: list[Group], ratios: LogRatios | None, scorers: Scorers) -> dict[str, float]:
+        """Returns metrics. `ratios`: for the KL penalties of single tokens, if tokens get separate credit."""
         raise NotImplementedError
 
 
@@ -159,14 +146,15 @@ class AdvantageCredit(CreditRule):
             yield "no environment is set (env.name)", ["algo.discount", "algo.step_credit"]
         yield "algo.critic is off", [f"critic.{name}" for name in CriticConfig.model_fields]
 
-    def assign(self, groups: list[Group], penalties: KLPenalties | None, scorers: Scorers) -> dict[str, float]:
-        if penalties is not None and "accepts_tokens" in self.traits:
-            self._credit_tokens(groups, penalties)
+    def assign(self, groups: list[Group], ratios: LogRatios | None, scorers: Scorers) -> dict[str, float]:
+        if ratios is not None and "accepts_tokens" in self.traits:
+            self._credit_tokens(groups, ratios)
             return {}
         self._credit_answers(groups)
-        if penalties is not None:
-            for rollout, log_ratios in (penalty for penalty in penalties.of(groups) if not penalty[0].failed):
-                rollout.token_advantages = kl_reward_to_go(rollout.advantage, log_ratios, penalties.coef)
+        coef = self.settings.reward_kl_coef
+        for rollout, ratios_T in zip(all_rollouts(groups), ratios, strict=True) if ratios is not None else ():
+            if not rollout.failed:
+                rollout.token_advantages = kl_reward_to_go(rollout.advantage, ratios_T, coef)
         return {}
 
     def _credit_answers(self, groups: list[Group]) -> None:
@@ -209,18 +197,17 @@ class AdvantageCredit(CreditRule):
         rest = iter(per_group(advantages, len(given)))
         return [next(rest) if known else values * 0 for values, known in zip(rewards, comparable, strict=True)]
 
-    def _credit_tokens(self, groups: list[Group], penalties: KLPenalties) -> None:
+    def _credit_tokens(self, groups: list[Group], ratios: LogRatios) -> None:
         """Compare the returns of all trained tokens: the reward minus the penalties from the token onwards."""
         baselines = [group.baseline or 0.0 for group in groups for _ in group.rollouts]
-        rollouts = list(zip(penalties.of(groups), baselines, strict=True))
-        compared = [entry for entry in rollouts if not entry[0][0].masked]
-        returns = [
-            torch.tensor(kl_reward_to_go(rollout.reward - baseline, log_ratios, penalties.coef), dtype=torch.float64)
-            for (rollout, log_ratios), baseline in compared
-        ]
-        for (rollout, _), _ in rollouts:
+        compared, returns, coef = list[Rollout](), list[Tensor](), self.settings.reward_kl_coef
+        for rollout, ratios_T, baseline in zip(all_rollouts(groups), ratios, baselines, strict=True):
             rollout.advantage, rollout.token_advantages = 0.0, [0.0] * rollout.trained
-        for ((rollout, _), _), advantages_T in zip(compared, self.function(returns), strict=True):
+            if not rollout.masked:
+                compared.append(rollout)
+                whole = kl_reward_to_go(rollout.reward - baseline, ratios_T, coef)
+                returns.append(torch.tensor(whole, dtype=torch.float64))
+        for rollout, advantages_T in zip(compared, self.function(returns), strict=True):
             rollout.token_advantages = advantages_T.tolist()
             rollout.advantage = (rollout.token_advantages or [0.0])[0]
 
@@ -299,11 +286,11 @@ class CriticCredit(CreditRule):
         if not run.episodes:
             yield "no environment is set (env.name)", ["critic.bootstrap"]
 
-    def assign(self, groups: list[Group], penalties: KLPenalties | None, scorers: Scorers) -> dict[str, float]:
+    def assign(self, groups: list[Group], ratios: LogRatios | None, scorers: Scorers) -> dict[str, float]:
         """Also sets `rollout.inputs` for the loss of the critic."""
         assert scorers.values is not None, "needs.values"
-        every = [rollout for group in groups for rollout in group.rollouts]
-        costs = [None] * len(every) if penalties is None else penalties.per_token()
+        every, coef = all_rollouts(groups), self.settings.reward_kl_coef
+        costs = [None] * len(every) if ratios is None else [[coef * ratio for ratio in own] for own in ratios]
         kept = [(r, cost) for r, cost in zip(every, costs, strict=True) if r.trained and not r.masked]
         rollouts = [rollout for rollout, _ in kept]
         for (rollout, cost), values in zip(kept, scorers.values(rollouts), strict=True):

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.algos.batch import KL, LossBatch, k3
 from assay.algos.component import (
+    KL,
     Component,
     Loader,
+    LossBatch,
     LossTerm,
     Needs,
     RunFacts,
@@ -32,6 +33,7 @@ from assay.algos.component import (
     check_order,
     check_per_token,
     find_function,
+    k3,
 )
 from assay.config import AlgoConfig
 from assay.config.algorithm import CovarianceConfig, EntropyConfig, ImportanceConfig, ReferenceKLConfig
@@ -250,8 +252,7 @@ class PolicyGradient(LossTerm[AlgoConfig]):
     def __init__(self, settings: AlgoConfig, load: Loader) -> None:
         super().__init__(settings, load)
         self.function = find_function("policy_loss", settings.policy_loss, LOSSES, load)
-        self.modifiers = ImportanceCorrection(settings), CovarianceControl(settings)
-        self.parts = self.modifiers
+        self.modifiers = self.parts = ImportanceCorrection(settings), CovarianceControl(settings)
 
     @property
     def needs(self) -> Needs:

@@ -34,12 +34,11 @@ from assay.rewards import JudgePool
 from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
 from assay.text.tokenizer import SPECIALS
-from assay.training.learner.learner import Learner
+from assay.training.learner.learner import Learner, freeze_reference
 from assay.training.learner.optim import make_adamw
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
 from assay.training.progress import RunState, Schedule
-from assay.training.reference import freeze_reference
 from assay.training.sources import OnPolicySource, PromptStream
 from assay.training.sync import sync_weights
 from assay.types import Group, Progress, Prompt, UserError

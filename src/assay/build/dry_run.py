@@ -38,9 +38,8 @@ from assay.runs.console import Console
 from assay.system.awaiting import resolve
 from assay.tasks import Task
 from assay.tasks.registry import build_judge_pool
-from assay.training.learner.learner import Learner, solution_rows
+from assay.training.learner.learner import Learner, load_reference, solution_rows
 from assay.training.parallel import start_mesh
-from assay.training.reference import load_reference
 from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
 
 T = TypeVar("T")

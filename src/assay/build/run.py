@@ -54,14 +54,13 @@ from assay.text import Renderer, Tokenizer
 from assay.training import checkpoint
 from assay.training.async_source import AsyncSource
 from assay.training.learner.critic import make_critic
-from assay.training.learner.learner import Learner
+from assay.training.learner.learner import Learner, load_reference
 from assay.training.learner.optim import make_optimizer
 from assay.training.learner.subprocess_updater import SubprocessUpdater, policy_device
 from assay.training.learner.update import Updater
 from assay.training.parallel import check_inputs, check_layout, parallelise, start_mesh
 from assay.training.progress import Schedule, Stopping
 from assay.training.recorder import Recorder, RunEvaluator
-from assay.training.reference import load_reference
 from assay.training.run import TrainingRun
 from assay.training.sources import OnPolicySource, PromptStream, Replay
 from assay.training.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method

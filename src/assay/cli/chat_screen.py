@@ -22,8 +22,7 @@ from assay.envs import Env
 from assay.envs.base import Info, Observation, Step, as_messages
 from assay.evals.stats import pass_at_k
 from assay.rollout import Limits, with_stops
-from assay.rollout.episodes import Episode, EpisodeRules
-from assay.rollout.play import GroupPlayer
+from assay.rollout.episodes import Episode, EpisodeRules, GroupPlayer
 from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
 from assay.text.stream import TextStream

@@ -50,7 +50,7 @@ REGISTRIES = {  # settings with built-in names, and where those are; imported on
     "algo.recipe": "assay.algos.recipes:RECIPES",
     "algo.advantage": "assay.algos.advantages:ADVANTAGES",
     "algo.policy_loss": "assay.algos.terms:LOSSES",
-    "algo.aggregate": "assay.algos.batch:AGGREGATES",
+    "algo.aggregate": "assay.algos.component:AGGREGATES",
     "engine.name": "assay.config.sections:BUILT_IN_ENGINES",
 }
 GENERAL = "general"  # title of the settings without a section

@@ -16,8 +16,16 @@ from assay.engine.client import ClientThread, EngineClient, connect, run_sync
 from assay.envs.base import Env
 from assay.mesh import Mesh
 from assay.rewards import Judging, check_verdicts
-from assay.rollout.episodes import Episode, EpisodeRules, Limits, as_group, request_seed
-from assay.rollout.play import GroupInPlay, GroupPlayer, all_ended
+from assay.rollout.episodes import (
+    Episode,
+    EpisodeRules,
+    GroupInPlay,
+    GroupPlayer,
+    Limits,
+    all_ended,
+    as_group,
+    request_seed,
+)
 from assay.system.awaiting import resolve
 from assay.text import Renderer
 from assay.types import Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict

@@ -31,7 +31,7 @@ from typing import Any
 from assay.engine.base import Request
 from assay.engine.client import ClientThread
 from assay.rollout import Collector
-from assay.rollout.play import GroupInPlay, GroupPlayer
+from assay.rollout.episodes import GroupInPlay, GroupPlayer
 from assay.training.progress import RunState
 from assay.training.sources import OnPolicySource, SampledGroups, version_of
 from assay.types import Group, Prompt, UserError

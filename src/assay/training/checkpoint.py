@@ -88,7 +88,7 @@ def save(
             write_rollouts(folder / QUEUE, 0, list(queue))
         if mesh.is_main:
             tokenizer.save(folder / "model")
-            write_state(folder, state)
+            (folder / STATE).write_text(json.dumps(state, indent=1))
             if settings:
                 (folder / SETTINGS).write_text(settings, encoding="utf-8")
 
@@ -126,10 +126,6 @@ def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes:
             write(policy, folder, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
         if writes:
             tokenizer.save(folder)
-
-
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    (folder / STATE).write_text(json.dumps(state, indent=1))
 
 
 def read_state(run_path: Path, step: int, known: Collection[str]) -> dict[str, Any]:

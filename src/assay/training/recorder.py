@@ -32,7 +32,7 @@ from assay.runs.curves import Tracker, make_trackers
 from assay.runs.directory import RunFiles, read_metrics
 from assay.runs.resolve import MODEL
 from assay.system.memory import host_memory_use
-from assay.training import non_finite
+from assay.training.learner.update import Fault, dump_batch
 from assay.training.progress import RunState
 from assay.training.sources import SampledGroups
 from assay.training.sync import sync_weights
@@ -123,16 +123,11 @@ class Recorder:
             if count > 0:
                 rollouts.prune(self.path, count)
 
-    def dump_faults(self, state: RunState, batch: Sequence[Group], step_faults: Sequence[non_finite.Fault]) -> None:
+    def dump_faults(self, state: RunState, batch: Sequence[Group], step_faults: Sequence[Fault]) -> None:
         """Count consecutive steps with an update that was not finite, and keep their batches for inspection."""
         state.skipped = state.skipped + 1 if step_faults else 0
         if step_faults and self.mesh.is_main:
-            non_finite.dump_batch(self.path, state.step, batch, step_faults)
-
-    def check_faults(self, state: RunState, step_faults: Sequence[non_finite.Fault]) -> None:
-        """End the run if further steps cannot help."""
-        if non_finite.should_abort(step_faults, state.skipped, self.cfg.train.max_skipped):
-            raise non_finite.nonfinite_error(step_faults[-1], state.skipped, self.path)
+            dump_batch(self.path, state.step, batch, step_faults)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether `metrics` contain a periodic evaluation that is the best so far. The test split is never used."""
@@ -171,7 +166,7 @@ def rollout_metrics(sampled: SampledGroups, algo: Algorithm, engine: Capabilitie
         "reward/range": max(judged) - min(judged),
         "reward/correct": statuses["ok"] / count,
         "advantage/zero": sum(not r.learns for r in answers) / count,
-        "groups/zero_variance": sum(map(algo.has_zero_variance, groups)) / len(groups),
+        "groups/zero_variance": sum(map(algo.zero_variance.matches, groups)) / len(groups),
         "groups/dropped": float(len(sampled.dropped)),
         **({"prompts/too_long": float(sampled.long_prompts)} if sampled.long_prompts else {}),
         "turns/mean": sum(len(r.turns) for r in answers) / count,
@@ -271,8 +266,11 @@ class RunEvaluator:
             "after": after.summary(),
             "paired": asdict(compare(before, after)) if before else None,
         }
-        if before and self.collector.mesh.is_main and was_measured(path, f"start-{split}"):
-            start, problem = read_report(path, f"start-{split}", before.ids)
+        name = f"start-{split}"
+        file = rollouts.rollout_path(path, 0, "eval", name)
+        measured = self.collector.mesh.is_main and (file.is_file() or file.name in checkpoints.first_evaluations(path))
+        if before and measured:
+            start, problem = read_report(path, name, before.ids)
             if problem:
                 self.console.warn(f"{problem}: finishing without the comparison with the model before its warm start")
             if start:
@@ -310,9 +308,3 @@ def read_report(run_path: Path, split: str, ids: list[str]) -> tuple[Report | No
     except (UserError, ValueError, KeyError, TypeError):
         return None, f"{path} is damaged"
     return (report, "") if report.ids == ids else (None, f"{path} has other problems")
-
-
-def was_measured(run_path: Path, split: str) -> bool:
-    """Whether there is, or was, such an evaluation at step 0."""
-    path = rollouts.rollout_path(run_path, 0, "eval", split)
-    return path.is_file() or path.name in checkpoints.first_evaluations(run_path)

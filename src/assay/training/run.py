@@ -19,11 +19,11 @@ from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
 from assay.text import Tokenizer
-from assay.training import checkpoint, non_finite
-from assay.training.learner.learner import Learner, WarmStart
+from assay.training import checkpoint
+from assay.training.learner.learner import Learner, WarmStart, freeze_reference
+from assay.training.learner.update import NonFiniteError, check_faults, check_finite, not_finite
 from assay.training.progress import RunState, Schedule, Stopped, Stopping
 from assay.training.recorder import CURVES_PAUSE_S, Recorder, RunEvaluator, memory_metrics, rollout_metrics
-from assay.training.reference import freeze_reference
 from assay.training.sources import OnPolicySource, Replay, SampledGroups
 from assay.training.sync import WeightSync
 from assay.types import Group, Prompt, UserError, describe_error
@@ -95,16 +95,27 @@ class TrainingRun:
 
     @contextmanager
     def _explaining_nonfinite(self) -> Iterator[None]:
-        """If values that are not finite end the run, add the command that continues it to the error."""
+        """If values that are not finite end the run, add the command that continues it to the error.
+
+        It resumes from the last checkpoint, whose weights are finite (`check_finite`). Weights that have become NaN are
+        usually noticed by the engine, which cannot sample with them.
+        """
         try:
             yield
         except UserError as error:
-            cfg, step = self.cfg, self.state.step
+            cfg, step, problem = self.cfg, self.state.step, str(error)
+            if not isinstance(error, NonFiniteError):
+                if not (names := not_finite(self.learner.policy.named_parameters())):
+                    raise
+                problem = f"the weight {names[0]} is not finite after step {step}"
             key, lr = ("optim.lr", cfg.optim.lr) if step or not cfg.sft.steps else ("sft.lr", cfg.sft.lr)
-            problem = non_finite.describe_nonfinite(error, self.learner.policy, step)
-            if not problem:
-                raise
-            raise UserError(f"{problem}: {non_finite.how_to_continue(self.directory.path, key, lr)}") from error
+            path, saved = self.directory.path, checkpoints.last(self.directory.path)
+            start = "the start" if saved is None else f"the checkpoint of step {saved}, whose weights are finite,"
+            command = f"assay train --resume {shlex.quote(str(path))} --{key} {lr / 10:g}"
+            raise UserError(
+                f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
+                "and check the model, and custom rewards, advantages or losses"
+            ) from error
 
     @contextmanager
     def _status(self) -> Iterator[None]:
@@ -208,7 +219,7 @@ class TrainingRun:
         state.wall_s = time.perf_counter() - self.recorder.started
         if metrics and best:
             state.best = {"step": state.step, "value": metrics["eval/accuracy"]}
-        non_finite.check_finite(learner.named_tensors(), self.mesh, state.step)
+        check_finite(learner.named_tensors(), self.mesh, state.step)
         checkpoint.save(
             path,
             self.state_dict(),
@@ -230,14 +241,14 @@ class TrainingRun:
 
     def state_dict(self) -> dict[str, Any]:
         """The content of `state.json`: everything in a checkpoint except tensors and the replay buffer."""
-        parts = self.source.state_dict() | self.learner.state_dict()
-        return asdict(self.state) | parts | {"weight_sync": self.weight_sync.state_dict()}
+        parts = {"algorithm": self.learner.algo.state_dict(), "weight_sync": self.weight_sync.state_dict()}
+        return asdict(self.state) | self.source.state_dict() | parts
 
     def load_state_dict(self, saved: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
         """`groups`: those that the source had saved."""
         self.state = RunState(**{one.name: saved[one.name] for one in fields(RunState)})
         self.source.load_state_dict(saved, groups)
-        self.learner.load_state_dict(saved)
+        self.learner.algo.load_state_dict(saved["algorithm"])
         self.weight_sync.load_state_dict(saved["weight_sync"])
 
     def _start(self) -> None:
@@ -307,7 +318,7 @@ class TrainingRun:
             metrics = metrics | self._measure("eval")
         state.unmeasured = None
         recorder.log(state, metrics | {"time/step": time.perf_counter() - recorder.step_started})
-        recorder.check_faults(state, self.learner.updater.faults)
+        check_faults(self.learner.updater.faults, state.skipped, self.cfg.train.max_skipped, self.directory.path)
         if self.schedule.due(self.cfg.save.every, state) or (self.cfg.save.best and recorder.is_best(metrics)):
             self.save(metrics)
         if "eval/accuracy" in metrics:

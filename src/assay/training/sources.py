@@ -107,7 +107,7 @@ class OnPolicySource:
         """Take `train.prompts` groups. Dropped groups are replaced, for as many rounds as the algorithm allows."""
         sampled, baselines, rejected = SampledGroups([]), list[Group](), self.prompts.rejected
         answers: list[Rollout] = []
-        for _ in range(self.algo.sampling_rounds):
+        for _ in range(self.algo.zero_variance.rounds):
             wanted = self.prompts_per_step - len(sampled.groups)
             taken = self._take(wanted, state, len(answers))
             kept, dropped = self.algo.keep(taken)
@@ -145,7 +145,7 @@ class OnPolicySource:
         while len(accepted) < count:
             position = self.prompts.cursor
             (prompt,) = self.prompts.next(1)
-            if rejected >= len(self.prompts.prompts) or self.algo.accepts_prompt(prompt.id, step):
+            if rejected >= len(self.prompts.prompts) or self.algo.pass_rates.accepts(prompt.id, step):
                 accepted.append((position, prompt))
             else:
                 rejected += 1

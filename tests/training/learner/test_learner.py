@@ -65,7 +65,7 @@ def test_a_learner_with_the_saved_state_continues_with_the_same_coefficient() ->
     learner.credit(groups)
     entropy_coef(learner, groups, state)
     resumed = make_learner(**settings)
-    resumed.load_state_dict(learner.state_dict())
+    resumed.algo.load_state_dict(learner.algo.state_dict())
     expected = entropy_coef(learner, groups, state)
     assert entropy_coef(resumed, groups, RunState(step=1)) == expected == pytest.approx(0.015)
 

@@ -6,20 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from learner_parts import CHANGES, algorithm, credit, critic, updater
-from processes import start
-from small_run import SmallRuns
-from torch import Tensor
 from train_parts import cramped, full_logprobs, give_logprobs, make_turn, tiny_decoder, tokens, weights_of
 
-from assay.algos import Algorithm, Scorers, make_algorithm
-from assay.cli.main import main
-from assay.mesh import Mesh
-from assay.runs.rollouts import read_rollouts
+from assay.algos import Scorers, make_algorithm
 from assay.training.learner.pack import Row
 from assay.types import Group, Prompt, Rollout, Status, Turn, Verdict
 
@@ -83,12 +76,7 @@ def with_context(groups: list[Group]) -> list[Group]:
     return [replace(group, rollouts=[as_context(rollout) for rollout in group.rollouts]) for group in groups]
 
 
-QUICK = ("grpo with everything", "dr_grpo", "reinforce_pp with a reference")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES]
-)
+@pytest.mark.parametrize("name", CHANGES)
 def test_masked_turns_are_context(name: str) -> None:
     algo = algorithm(name).replace(soft_overlong_buffer=0.0)  # the limit of lengths is one of all that was written
     groups = episodes(SOME, seed=1)
@@ -187,89 +175,3 @@ def test_a_step_that_no_other_is_compared_with_has_advantage_0() -> None:
     assert any(rollout.learns for rollout in groups[1].rollouts)
     make_algorithm("reinforce", advantage="none", step_credit=True).credit(groups)
     assert alone.token_advantages == [alone.turns[1].reward] * alone.turns[1].trained
-
-
-def learnt(mesh: Mesh, algo: Algorithm) -> tuple[list[dict[str, float]], Tensor]:
-    reference = tiny_decoder(seed=9).requires_grad_(False)
-    trained = updater(algo, token_budget=40, mesh=mesh)
-    trained.reference = reference
-    own = replace(critic(40), mesh=mesh) if algo.needs.values else None
-    found = []
-    for step in range(2):
-        groups = episodes(seed=step)
-        told = algo.credit(groups, Scorers(partial(trained.ref_logprobs, algo=algo), own.values if own else None))
-        found.append(told | trained.update(groups, algo, 1e-2) | (own.learn(groups) if own else {}))
-    return found, weights_of(trained.policy)
-
-
-def check_ranks(mesh: Mesh) -> None:
-    for recipe, settings in (("grpo", {"step_credit": True, "kl_coef": 0.2}), ("ppo", {"updates": 2})):
-        algo = make_algorithm(recipe, reward_kl_coef=0.1, **settings)
-        (metrics, weights), (alone, expected) = learnt(mesh, algo), learnt(Mesh(), algo)
-        for row, other in zip(metrics, alone, strict=True):
-            assert row == pytest.approx(other, rel=0, abs=1e-9) and row["optim/grad_norm"] > 0.01
-        assert (weights - expected).abs().max() < 1e-9
-
-
-@pytest.mark.slow
-def test_two_ranks_learn_the_same_as_one_process() -> None:
-    start(2, check_ranks)
-
-
-ENV = """
-from assay.envs.builtin import GuessNumber
-
-class Warmup(GuessNumber):
-    name = "warmup"
-
-    def __init__(self, masked: int = 1, tries: int = 3):
-        super().__init__(1, 4, tries)
-        self.masked = masked
-
-    def step(self, action):
-        first = self.tries - self.left < self.masked
-        *what, info = super().step(action)
-        return (*what, info | {"masked": first})
-"""
-CONFIG = """
-model = "preset:nano"
-device = "cpu"
-[env]
-name = "{folder}/warmup.py:Warmup"
-max_tokens = 3
-[sampling]
-max_new_tokens = 9
-[train]
-steps = 3
-prompts = 3
-samples = 4
-[optim]
-lr = 1e-3
-weight_decay = 0.1
-[eval]
-final_examples = 4
-examples = 2
-[reward]
-workers = 0
-"""
-
-
-@pytest.fixture
-def small(tmp_path: Path, no_curves: None, one_thread: None) -> SmallRuns:
-    runs = SmallRuns(tmp_path)
-    (tmp_path / "warmup.py").write_text(ENV)
-    runs.config.write_text(CONFIG.format(folder=tmp_path))
-    return runs
-
-
-def test_an_environment_masks_turns(small: SmallRuns) -> None:
-    assert small.train("--algo.step_credit", "true", "--replay.groups", 2) == 0
-    found = [r for step in (1, 2, 3) for r in every(read_rollouts(small.runs / "small", step))]
-    assert all([turn.masked for turn in r.turns] == [position == 0 for position in range(len(r.turns))] for r in found)
-    assert all(r.loss_mask.count(1) == r.length - len(r.turns[0].completion.token_ids) for r in found)
-    rows = [row for row in small.metrics() if "turns/masked" in row]
-    assert len(rows) == 3 and all(row["turns/masked"] == pytest.approx(1 / row["turns/mean"]) for row in rows)
-    assert sum(row.get("optim/grad_norm", 0) > 0 for row in rows) > 1
-    apart = [row["mismatch/logprob_abs_diff_max"] for row in rows if "mismatch/logprob_abs_diff_max" in row]
-    assert apart[0] < 1e-4  # later steps have replayed groups in them
-    assert main(["env", "check", f"{small.folder}/warmup.py:Warmup", "--arg", "tries=3"]) == 0

@@ -53,10 +53,6 @@ from assay.types import UserError
 
 HERE = Path(__file__).parent
 
-class Odd(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
 def plain(logprobs, behaviour, advantages, low, high):
     strike = HERE / "strike"
     if strike.exists() and strike.read_text() == str(os.getppid()):  # we are in the training process
@@ -69,9 +65,6 @@ def mistaken(*_):
     warnings.warn("this will not go well")
     print("not an answer")
     raise UserError("fix your loss")
-
-def odd(*_):
-    raise Odd("this", "that")
 
 def killed(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -130,23 +123,22 @@ def test_a_run_stopped_in_a_worker_and_resumed_without_one_equals_an_uninterrupt
 
 STEPS = 5
 VARIANTS: dict[str, tuple[object, ...]] = {
-    "adamw, cosine, decay": ("--optim.schedule", "cosine", "--optim.weight_decay", 0.1, "--algo.entropy_coef", 0.01),
-    "muon, updates, passes": (
+    "muon, updates, passes, cosine, decay": (
         *("--optim.name", "muon", "--optim.matrix_lr", 0.01, "--optim.embedding_lr", 0.02),
-        *("--algo.updates", 3, "--train.passes", 2),
+        *("--algo.updates", 3, "--train.passes", 2, "--optim.schedule", "cosine", "--optim.weight_decay", 0.1),
     ),
-    "lora on a quantized base, kl": ("--lora.rank", 2, "--lora.quantize", "nf4", "--algo.kl_coef", 0.1),
-    "lora, muon, kl, warm start": (
-        *("--lora.rank", 2, "--lora.targets", "q_proj", "--algo.kl_coef", 0.1, "--sft.steps", 2, "--sft.batch", 4),
-        *("--optim.name", "muon", "--optim.matrix_lr", 0.01),
+    "lora on a quantized base, half precision, kl, warm start": (
+        *("--lora.rank", 2, "--lora.quantize", "nf4", "--algo.kl_coef", 0.1, "--sft.steps", 2, "--sft.batch", 4),
+        *("--dtype", "bfloat16", "--engine.dtype", "bfloat16"),
     ),
-    "half precision, kl": ("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
-    "dapo, recomputed": ("--algo.recipe", "dapo", "--train.activation_checkpointing"),
-    "gspo, corrected": ("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate"),
-    "rloo, kl in the reward to an average": (
+    "rloo, kl in the reward to an average, recomputed": (
         *("--algo.recipe", "rloo", "--algo.reward_kl_coef", 0.1, "--algo.reference_ema", 0.9),
+        "--train.activation_checkpointing",
     ),
-    "gpt2, kl": ("--algo.kl_coef", 0.1, "--optim.weight_decay", 0.1),
+    "gpt2, gspo, corrected, kl": (
+        *("--algo.recipe", "gspo", "--algo.correction", "sequence_truncate"),
+        *("--algo.kl", "k3", "--algo.kl_coef", 0.1, "--optim.weight_decay", 0.1),
+    ),
 }
 
 
@@ -211,15 +203,6 @@ def local_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("local_workers")
 def test_updates_equal_those_without_a_worker(recwarn: pytest.WarningsRecorder) -> None:
-    check_updates(recwarn)
-
-
-@pytest.mark.slow
-def test_updates_in_another_process_equal_those_without_a_worker(recwarn: pytest.WarningsRecorder) -> None:
-    check_updates(recwarn)
-
-
-def check_updates(recwarn: pytest.WarningsRecorder) -> None:
     """Weights, optimizer state, metrics, scores of tokens, faults and warnings are the same."""
     algo = make_algorithm("grpo", kl_coef=0.5, entropy_coef=0.01, updates=2)
     here, apart = updaters(reference=tiny_decoder(seed=9).requires_grad_(False), token_budget=40)
@@ -282,7 +265,7 @@ def test_a_killed_worker_is_reported_with_its_signal(small: SmallRuns) -> None:
     assert "\n" not in str(raised.value) and apart.worker is None
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("local_workers")
 def test_a_token_budget_that_was_halved_in_the_worker_stays_halved(small: SmallRuns) -> None:
     apart, algo = with_loss(small, "tight")
     before = apart.token_budget

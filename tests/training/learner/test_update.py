@@ -44,25 +44,14 @@ def outcome(updater: Updater, groups: Sequence[Group], algo: Algorithm) -> tuple
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_micro_batches_and_order_do_not_change_loss_gradient_and_weights(name: str) -> None:
-    check_splits(name, [33])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
-def test_micro_batches_of_any_size_do_not_change_loss_gradient_and_weights(name: str) -> None:
-    check_splits(name, [1, 7, 20, 64, 200])
-
-
-def check_splits(name: str, token_budgets: Sequence[int]) -> None:
     algo = algorithm(name)
     groups = credited(algo)
     loss, gradient, weights = outcome(updater(algo, token_budget=10**6), groups, algo)
     assert abs(loss) > 1e-6 and gradient.norm() > 1e-4
-    for token_budget in token_budgets:
-        found = outcome(updater(algo, token_budget=token_budget), groups, algo)
-        assert abs(found[0] - loss) < 1e-12
-        assert (found[1] - gradient).abs().max() < 1e-12
-        assert (found[2] - weights).abs().max() < 1e-12
+    found = outcome(updater(algo, token_budget=33), groups, algo)
+    assert abs(found[0] - loss) < 1e-12
+    assert (found[1] - gradient).abs().max() < 1e-12
+    assert (found[2] - weights).abs().max() < 1e-12
     shuffled = [replace_rollouts(group, seed) for seed, group in enumerate(groups)]
     random.Random(3).shuffle(shuffled)
     found = outcome(updater(algo, token_budget=40), shuffled, algo)
@@ -159,22 +148,6 @@ def test_ratios_use_the_trainers_logprobs_before_its_first_update() -> None:
 GRPO = make_algorithm("grpo")
 
 
-@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.2}, {"entropy_coef": 0.1}])
-def test_the_update_equals_a_plain_grpo_on_single_sequences(changes: dict[str, float]) -> None:
-    algo = make_algorithm("grpo", **changes)
-    groups = credited(algo, seed=5)
-    trained = updater(algo, token_budget=50)
-    sums = trained._accumulate(rows_of(groups, algo), algo)
-    model = tiny_decoder()
-    ref = None
-    if trained.reference is not None:
-        ref = [full_logprobs(trained.reference, r.token_ids) for group in groups for r in group.rollouts]
-    loss = plain_loss(each_alone(model, groups), groups, ref, algo)
-    loss.backward()
-    assert float(sums.losses["loss/total"]) == pytest.approx(loss.item(), abs=1e-12)
-    assert (gradients_of(trained.policy) - gradients_of(model)).abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("name", ["reinforce", "dr_grpo", "dapo"])
 def test_skipping_answers_with_advantage_0_does_not_change_the_gradient(name: str) -> None:
     """Against a brute-force sum over all tokens of all answers, with the weights of the whole batch."""
@@ -229,18 +202,6 @@ def test_a_custom_loss_gets_answers_with_advantage_0_too() -> None:
         for rollout in group.rollouts:
             rollout.advantage = 0.0
     assert len(rows_of(groups, algo)) == sum(len(group.rollouts) for group in groups)
-
-
-def test_masked_answers_have_no_gradient_but_count_in_the_baseline() -> None:
-    algo = make_algorithm("dr_grpo", max_new_tokens=LIMIT, mask_overlong=True)
-    groups, _ = algo.keep(make_groups(tiny_decoder()))
-    algo.credit(groups)
-    cut = [r for group in groups for r in group.rollouts if r.truncated]
-    assert cut and all(r.masked for r in cut)
-    rows = rows_of(groups, algo)
-    assert len(rows) <= sum(not r.masked for group in groups for r in group.rollouts)
-    count = sum(len(group.rollouts) for group in groups)
-    assert all(row.weight == pytest.approx(1 / (count * LIMIT)) for row in rows)
 
 
 def test_mini_batches_cover_every_group_exactly_once() -> None:

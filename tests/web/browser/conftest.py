@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from assay.runs.rollouts import read_rollouts, write_rollouts
-from assay.training.non_finite import Fault, dump_batch
+from assay.training.learner.update import Fault, dump_batch
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 # Random models solve nothing. This reward depends on the letters, so that rewards differ within every group.

@@ -34,8 +34,7 @@ from assay.models import PolicyModel
 from assay.system.spawn import RemoteWorker, WorkerDied, exit_reason, serve
 from assay.training.learner.optim import optimizer_tensors
 from assay.training.learner.pack import Row, out_of_memory
-from assay.training.learner.update import RowScores, Scorer, ScoreRecord, Updater
-from assay.training.non_finite import Fault
+from assay.training.learner.update import Fault, RowScores, Scorer, ScoreRecord, Updater
 from assay.types import UserError
 
 ALIGNMENT = 64  # bytes, as in torch's allocator

@@ -1,14 +1,15 @@
-"""The update: groups of rollouts -> optimizer steps."""
+"""The update: groups of rollouts -> optimizer steps; and losses, gradients and weights that are not finite."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, compress, pairwise
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from assay.algos import Algorithm, LossBatch, Sums, metrics
 from assay.algos.credit import RETURNS
-from assay.mesh import Mesh, reshard
+from assay.mesh import Mesh, full_tensor, local_tensor, reshard
 from assay.models import PolicyModel
 from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import merged_weights
+from assay.runs import rollouts
+from assay.runs.files import write_json
 from assay.training.learner.critic import Critic
 from assay.training.learner.optim import clip_gradients, set_lr
 from assay.training.learner.pack import (
@@ -34,9 +37,75 @@ from assay.training.learner.pack import (
     weighted_rollouts,
     with_step_inputs,
 )
-from assay.training.non_finite import Fault, diagnose_nonfinite
 from assay.training.parallel import sum_gradients
-from assay.types import Group, Progress
+from assay.types import Group, Progress, UserError, plural
+
+MAX_NAMES = 5  # parameters listed per fault
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An update that was skipped."""
+
+    loss: float
+    grad_norm: float
+    weights: list[str]  # parameters that are not finite, the first few
+    gradients: list[str]  # parameters whose gradient is not finite, the first few
+
+    @property
+    def what(self) -> str:
+        if self.weights:
+            return f"the weight {self.weights[0]}"
+        return "the gradient" if math.isfinite(self.loss) else "the loss"
+
+
+def diagnose_nonfinite(policy: PolicyModel, loss: float, grad_norm: float) -> Fault:
+    """Find the parameters that are affected. Call this before the gradients are cleared."""
+    named = list(policy.named_parameters())
+    gradients = [(name, p.grad) for name, p in named if p.grad is not None]
+    affected = [name for name, gradient in gradients if not full_tensor(gradient).isfinite().all()]
+    return Fault(loss, grad_norm, weights=not_finite(named, full_tensor), gradients=affected[:MAX_NAMES])
+
+
+def dump_batch(run_path: Path, step: int, groups: Sequence[Group], faults: Sequence[Fault]) -> None:
+    """Write the faults to `skipped/step-N.json` and the batch to rollout files next to it."""
+    path = rollouts.write_rollouts(run_path, step, groups, "skipped")
+    write_json(path.with_suffix(".json"), {"step": step, "updates": [asdict(fault) for fault in faults]})
+
+
+class NonFiniteError(UserError):
+    """Ends a run because of values that are not finite. `TrainingRun.active` adds the command that continues it."""
+
+
+def check_faults(faults: Sequence[Fault], consecutive: int, limit: int, run_path: Path | None = None) -> None:
+    """End the run if weights are not finite, or `limit` consecutive steps were skipped (0: no limit).
+
+    `run_path`: where the batches of these steps are saved; None: in a warm start, they are not.
+    """
+    if not any(fault.weights for fault in faults) and not (faults and 0 < limit <= consecutive):
+        return
+    fault = faults[-1]
+    how = "is not finite" if fault.weights else f"was not finite for {plural(consecutive, 'step')} in a row"
+    batches = "" if run_path is None else f"; the batches are saved in {run_path / 'skipped'}"
+    raise NonFiniteError(f"{fault.what} {how} (loss {fault.loss:g}, gradient norm {fault.grad_norm:g}{batches})")
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, step: int) -> None:
+    """Refuse to save weights that are not finite. All ranks call this together."""
+    if names := [name for names in mesh.all_gather_objects(not_finite(tensors)) for name in names]:
+        raise NonFiniteError(f"the weight {names[0]} is not finite after step {step}, which is not saved")
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]], part: Callable[[Tensor], Tensor] = local_tensor) -> list[str]:
+    """Names of the first tensors that are not finite. `part`: `full_tensor`, or by default the shards of this rank."""
+    return [name for name, tensor in tensors if not _is_finite(part(tensor.detach()))][:MAX_NAMES]
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Whether all values are finite. A bias may contain -inf, which blocks a token."""
+    finite = weight.isfinite()
+    return bool((finite | weight.isneginf() if weight.dim() == 1 else finite).all())
+
 
 Scorer = Literal["trainer", "reference"]
 REF_LOGPROBS = "ref_logprobs"  # input: the reference's log-probabilities, if a server has computed them
@@ -181,9 +250,7 @@ class Updater:
         norm = float(clip_gradients(self.policy.parameters(), self.max_grad_norm))
         loss = float(sums.losses["loss/total"])
         finite = math.isfinite(norm) and math.isfinite(loss)
-        useful = (
-            finite and norm > ROUNDING
-        )  # with a gradient of 0, momentum and weight decay must not change the weights
+        useful = finite and norm > ROUNDING  # else momentum and weight decay must not change the weights either
         if useful:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
