@@ -189,6 +189,19 @@ def test_handle_is_consumed_unless_its_continuation_fails() -> None:
     assert list(served(engine, [going_on])[1]) == [0] and not engine.kept
 
 
+def test_nan_logits_fail_only_their_request() -> None:
+    model = small_model("gpt2")
+    requests = [Request(ids, SamplingParams(n=2, max_new_tokens=9), seed=0) for ids in ([1, 2], [1, 60, 2], [3])]
+    requests = [replace(one, params=replace(one.params, forbidden_token_ids=(60,))) for one in requests]
+    expected = generate(engine_for(model), requests)
+    with torch.no_grad():
+        model.hf.transformer.wte.weight[60] = float("nan")
+        model.hf.lm_head.weight = torch.nn.Parameter(small_model("gpt2").hf.lm_head.weight)
+    groups, errors = served(engine_for(model, max_batch=4), requests)
+    assert list(errors) == [1] and "are not numbers (NaN)" in errors[1]
+    assert_same_groups(model, [requests[0], requests[2]], [groups[0], groups[2]], [expected[0], expected[2]])
+
+
 def test_top_logprobs_are_the_most_likely_tokens_of_the_model() -> None:
     model, sequence = small_model("gpt2"), [5, 3, 8, 1]
     (rows,) = engine_for(model).top_logprobs([sequence], [2], 3, 0.5)
