@@ -111,17 +111,12 @@ def assert_usable(engine: Engine, backend: str, before: list[int], handle: int) 
         assert_equal_completions(ours, theirs, 1e-4)
 
 
-def before_and_after(points: Iterable[str]) -> list[Any]:
-    """Each point interrupted before and after its work; quick tests alternate between the two."""
-    return [
-        pytest.param(point, after, id=f"{'after' if after else 'before'}-{point}", marks=[pytest.mark.slow] * slow)
-        for index, point in enumerate(points)
-        for after in (False, True)
-        for slow in [after != bool(index % 2)]
-    ]
+def before_or_after(points: Iterable[str]) -> list[tuple[str, bool]]:
+    """Points, interrupted before or after their work in turn."""
+    return [(point, bool(index % 2)) for index, point in enumerate(points)]
 
 
-@pytest.mark.parametrize(("point", "after"), before_and_after(NATIVE_POINTS))
+@pytest.mark.parametrize(("point", "after"), before_or_after(NATIVE_POINTS))
 def test_interrupted_step_leaves_the_native_engine_usable(point: str, after: bool) -> None:
     raised = 0
     for call in (1, 4):
@@ -135,7 +130,7 @@ def test_interrupted_step_leaves_the_native_engine_usable(point: str, after: boo
     assert raised
 
 
-@pytest.mark.parametrize(("method", "after"), before_and_after(["_forward", "_shrink", "_accept", "_next"]))
+@pytest.mark.parametrize(("method", "after"), before_or_after(["_forward", "_shrink", "_accept", "_next"]))
 def test_interrupted_step_leaves_the_hf_engine_usable(method: str, after: bool) -> None:
     engine = build("hf", mode=Mode(max_batch=4))
     assert isinstance(engine, HFEngine)
