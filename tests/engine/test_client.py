@@ -101,19 +101,6 @@ def test_kept_sequences_are_released_when_the_work_ends(engine: NativeEngine) ->
     assert nothing_left(engine)
 
 
-def test_a_failed_request_does_not_affect_others(engine: NativeEngine) -> None:
-    client = LocalClient(engine)
-
-    async def mixed() -> list[Any]:
-        odd = client.submit(Request([99], LONG, seed=0, name="odd"))
-        others = await sampled(client, requests_of(2))
-        return [odd[0].exception(), others]
-
-    error, others = run_sync(mixed(), client)
-    assert isinstance(error, RequestError) and "request 'odd'" in str(error)
-    assert_same_groups(model(), requests_of(2), others, generate(engine_for(model()), requests_of(2)))
-
-
 def test_an_exception_of_the_engine_reaches_all_requests_and_later_ones_are_served(
     engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_parts import assert_same_tokens, small_decoder
+from engine_parts import small_decoder
 from native_parts import (
     MODES,
     SPECS,
@@ -89,47 +89,6 @@ def test_continuations_equal_whole_prompts(mode: str) -> None:
     assert len(engine.scheduler.kept) == 4
     engine.release(request.continues for request in requests if request.continues is not None)
     assert idle(engine) and not engine.scheduler.kept
-
-
-@pytest.mark.parametrize("mode", ["plain", "all at once"])
-def test_one_kept_sequence_continues_with_several_samples(mode: str) -> None:
-    engine = engine_for(model(), WAYS[mode])
-    prompts = mixed_prompts(seed=2)[4:8]
-    params = SamplingParams(n=3, max_new_tokens=20)
-    first = generate(engine, requests_for(prompts, params, keep=True))
-    handles = [completion.handle for group in first for completion in group]
-    assert None not in handles and len(set(handles)) == 12
-    engine.reset_stats()
-    before = [
-        [*prompt, *completion.token_ids] for prompt, group in zip(prompts, first, strict=True) for completion in group
-    ]
-    # All samples of a group, in another order, each with several continuations.
-    requests = [Request([i], params, seed=i, continues=handle) for i, handle in enumerate(handles)][::-1]
-    groups = generate(engine, requests)
-    assert (engine.stats.preemptions > 0) == (mode == "all at once")
-    if mode != "all at once":
-        assert engine.stats.prefill_tokens == 2 * 12
-    for request, group, ids in zip(requests, groups, before[::-1], strict=True):
-        assert_as_fresh([*ids, *request.prompt_ids], request, group)
-    assert idle(engine)
-
-
-def test_empty_continuation_resumes_after_the_token_limit() -> None:
-    for mode in WAYS.values():
-        engine = engine_for(model(), mode)
-        for prompt in mixed_prompts(seed=3)[:9:2]:
-            greedy = SamplingParams(temperature=0.0, max_new_tokens=8)
-            (whole,) = generate(engine, [Request(prompt, SamplingParams(temperature=0.0, max_new_tokens=24), seed=0)])[
-                0
-            ]
-            (part,) = generate(engine, [Request(prompt, greedy, seed=0, keep=True)])[0]
-            written = list(part.token_ids)
-            for _ in range(2):
-                engine.reset_stats()
-                (part,) = generate(engine, [Request([], greedy, seed=0, keep=True, continues=part.handle)])[0]
-                assert engine.stats.prefill_tokens == 1
-                written += part.token_ids
-            assert_same_tokens(model(), prompt, written, whole.token_ids)
 
 
 def kept_with_blocks(engine: NativeEngine) -> tuple[list[int], Completion]:

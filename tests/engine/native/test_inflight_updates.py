@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -31,7 +30,6 @@ from inflight_parts import (
     trainer_logits,
 )
 from native_parts import Mode, assert_scores_of
-from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.models.decoder import Decoder
@@ -114,23 +112,6 @@ def test_versions_that_sampled_nothing_have_no_span(kv: str, window: int, ahead:
     assert_spans(completion)
     assert [version for version, _ in completion.versions] == [0, 3]
     assert completion.versions[0][1] == 3 * window
-
-
-@pytest.mark.parametrize("kv", KV)
-def test_an_update_before_the_first_step_or_when_idle_gives_one_version(kv: str) -> None:
-    engine, request = (
-        native(decoder(0), kv_on_update=kv),
-        Request([1, 2, 3], SamplingParams(n=2, max_new_tokens=20), seed=4),
-    )
-    engine.add(request)
-    update(engine, 1)
-    first = list(run(engine).completions.values())
-    update(engine, 2)
-    second = list(generate(engine, [request])[0])
-    for version, group in ((1, first), (2, second)):
-        assert all(c.versions == ((version, len(c.token_ids)),) and not c.version_spans for c in group)
-        (expected,) = generate(native(decoder(version)), [request])
-        assert [c.token_ids for c in group] == [c.token_ids for c in expected]
 
 
 def test_the_version_log_is_dropped_with_the_sequences_that_need_it() -> None:
@@ -386,34 +367,3 @@ def test_after_an_update_that_failed_midway_the_next_one_sets_all_weights(source
     assert engine.fingerprint() == native(decoder(2)).fingerprint()
     assert_as_fresh(2, generate_after, generate(engine, [generate_after])[0])
     assert_nothing_left(engine)
-
-
-# -- threads
-
-
-def test_a_blocked_weight_source_of_another_thread_does_not_lose_requests_or_calls() -> None:
-    """All calls made meanwhile take effect when the source has answered."""
-    engine, gate = native(decoder(0)), threading.Event()
-
-    class Slow(Weights):
-        def weights(self) -> Iterator[tuple[str, Tensor]]:
-            gate.wait(30)
-            yield from super().weights()
-
-    calls = [
-        threading.Thread(target=lambda: engine.update_weights(Slow(decoder(1)), 1)),
-        threading.Thread(target=lambda: engine.fingerprint()),
-        threading.Thread(target=lambda: engine.score([[1, 2, 3]])),
-    ]
-    for call in calls:
-        call.start()
-    request = Request([1, 2, 3], SamplingParams(n=2, max_new_tokens=20), seed=0)
-    request_id = engine.add(request)
-    other = engine.add(request)
-    engine.abort([other])
-    gate.set()
-    recorder = run(engine)
-    for call in calls:
-        call.join(30)
-        assert not call.is_alive()
-    assert recorder.ids() == {request_id} and engine.info.version == 1

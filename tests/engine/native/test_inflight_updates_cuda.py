@@ -91,30 +91,6 @@ def assert_same_samples(
 # -- requests
 
 
-@pytest.mark.parametrize("rows", [4, 16])
-def test_abort_frees_rows_and_blocks_and_leaves_others_unchanged(rows: int) -> None:
-    requests, recorder, engine = asked(stream=True), Recorder(), native(weights(0), max_batch=rows)
-    ids = add_all(engine, requests)
-    for _ in range(4):
-        recorder.record(engine.step(wait=False))
-    engine.abort([ids[0], (ids[4], 1)])
-    seen = {key: len(chunks) for key, chunks in recorder.chunks.items()}
-    finished = set(recorder.completions)
-    aborted = {(ids[0], 0), (ids[0], 1), (ids[0], 2), (ids[4], 1)} - finished
-    assert aborted
-    run(engine, recorder)
-    assert not aborted & set(recorder.completions)
-    assert all(len(recorder.chunks[key]) == seen.get(key, 0) for key in aborted)
-    expected = generate(native(weights(0)), asked())
-    for request, key, group in ((r, i, g) for r, i, g in zip(requests, ids, expected, strict=True)):
-        for sample in range(request.params.n):
-            if (key, sample) not in aborted:
-                ours, theirs = recorder.completions[key, sample].token_ids, group[sample].token_ids
-                model = decoder(0, torch.float64, SPEC)
-                assert_same_up_to_ties(model, request, sample, ours, theirs, TIES[torch.float32])
-    assert_nothing_left(engine)
-
-
 def test_an_interrupted_step_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = native(weights(0))
     expected = generate(engine, asked())
