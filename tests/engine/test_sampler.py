@@ -14,8 +14,10 @@ from native_parts import drawable
 from scipy import stats
 from torch import Tensor
 
-from assay.engine.base import SamplingParams
+from assay.engine.base import Request, SamplingParams
+from assay.engine.running_batch import Rows
 from assay.engine.sampler import Sampled, keep_mask, noise_keys, sample, signed, uniform
+from assay.engine.sequence import Job, Modes, Sample
 
 LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
@@ -280,3 +282,24 @@ def test_nan_logits_give_nan_logprobs_in_their_row_only(temperature: float, voca
         wanted = torch.full((2,), math.log(vocabulary))
         assert torch.allclose(-sampled.engine_logprobs[[0, 4]], wanted)
         assert torch.allclose(sampled.entropies[[0, 4]], wanted)
+
+
+def test_modes_follow_the_parameters_of_running_rows() -> None:
+    def job(**params: Any) -> Job:
+        return Job(0, Request([1], SamplingParams(**params), seed=0), [1], 9)
+
+    rows = Rows(4, 1, torch.device("cpu"))
+    for params, expected in (
+        ({}, Modes(random=True)),
+        ({"temperature": 0.0, "top_p": 0.5}, Modes(greedy=True)),
+        ({"top_k": 2}, Modes(random=True, truncate=True)),
+        ({"min_p": 0.1}, Modes(random=True, truncate=True)),
+        ({"top_p": 0.9}, Modes(random=True, truncate=True)),
+        ({"forbidden_token_ids": (1,)}, Modes(random=True, forbids=True)),
+        ({"min_new_tokens": 2, "stop_token_ids": (1,)}, Modes(random=True, forbids=True)),
+        ({"min_new_tokens": 2}, Modes(random=True)),
+    ):
+        rows.update_modes([Sample(job(**params), 0)])  # type: ignore[arg-type]
+        assert rows.modes == expected
+    rows.update_modes([Sample(job(temperature=0.0), 0), Sample(job(top_k=2), 0)])
+    assert rows.modes == Modes(greedy=True, random=True, truncate=True)
