@@ -43,7 +43,7 @@ from assay.engine.completions import (
     completes_stop,
     may_complete,
 )
-from assay.engine.running_batch import StepOutput
+from assay.engine.sampler import StepOutput
 from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
 from assay.models.decoder import Decoder
 from assay.types import Finish

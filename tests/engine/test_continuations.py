@@ -30,8 +30,8 @@ from native_parts import (
 
 from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.native.scheduler import MAX_WAIT
+from assay.models.base import HFModel
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel
 from assay.types import Completion, Finish
 
 WAYS = {

@@ -9,9 +9,8 @@ from engine_parts import assert_same_tokens, greedy_by_transformers, random_prom
 from native_parts import Weights, assert_same_draws, assert_same_groups, assert_scores, served, words
 
 from assay.engine import HFEngine, Request, SamplingParams, generate, make_engine
-from assay.engine.running_batch import LOG_STEPS
-from assay.models.base import fingerprint
-from assay.models.fallback import HFModel
+from assay.engine.sampler import LOG_STEPS
+from assay.models.base import HFModel, fingerprint
 from assay.types import UserError
 
 VOCABULARY = 61

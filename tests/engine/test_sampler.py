@@ -15,8 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.running_batch import Rows
-from assay.engine.sampler import Sampled, keep_mask, noise_keys, sample, signed, uniform
+from assay.engine.sampler import Rows, Sampled, keep_mask, noise_keys, sample, signed, uniform
 from assay.engine.sequence import Job, Modes, Sample
 
 LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

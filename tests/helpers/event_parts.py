@@ -24,9 +24,8 @@ from assay.engine import (
     make_engine,
 )
 from assay.engine.sequence import Column, RowState
-from assay.models.base import PolicyModel
+from assay.models.base import HFModel, PolicyModel
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel
 from assay.types import Completion
 
 BACKENDS = ("native", "hf")

@@ -13,7 +13,7 @@ import torch
 from assay.models import Decoder, load_model, spec_from_hf
 from assay.models.base import LoadOptions
 from assay.models.decoder import llama3_frequencies, rope_frequencies
-from assay.models.fallback import load_fallback
+from assay.models.load import load_fallback
 from assay.types import UserError
 
 gguf = pytest.importorskip("gguf")

@@ -21,8 +21,7 @@ from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.engine.native import compiled
 from assay.engine.native.compiled import CompiledAttention, CompiledRunner, SmallModel, library_for, load_library
 from assay.engine.native.runner import Runner
-from assay.engine.running_batch import Rows
-from assay.engine.sampler import noise_keys
+from assay.engine.sampler import Rows, noise_keys
 from assay.engine.sequence import Column, Modes, RowState
 from assay.models.decoder import Decoder
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.engine.native.attention import find_groups, max_tiles, plan_tiles
 from assay.engine.native.kernels.attention import (
     SHARED_TUNING,
     TUNING,
     SharedPrefixes,
     decode_attention,
     default_splits,
+    find_groups,
+    max_tiles,
     min_range,
+    plan_tiles,
     tile_rows,
     tuning,
 )
