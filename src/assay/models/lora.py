@@ -129,9 +129,14 @@ def quantize_layers(network: nn.Module, names: Sequence[str], device: torch.devi
 def dequantize_layers(network: nn.Module) -> None:
     """Put plain linear layers back, with the dequantized weights."""
     for name, layer in list(quantized_layers(network)):
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        plain.weight, plain.bias = nn.Parameter(layer.weight, requires_grad=False), layer.bias
-        network.set_submodule(name, plain)
+        network.set_submodule(name, plain_linear(layer, nn.Parameter(layer.weight, requires_grad=False)))
+
+
+def plain_linear(layer: nn.Linear, weight: nn.Parameter) -> nn.Linear:
+    """A plain layer with this weight, and the bias of `layer`."""
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    plain.weight, plain.bias = weight, layer.bias
+    return plain
 
 
 def quantized_layers(network: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
@@ -217,14 +222,12 @@ def insert_adapters(network: nn.Module, lora: Lora, seed: int) -> None:
 def remove_adapters(network: nn.Module) -> None:
     """Put layers with the base weights back; quantized ones stay quantized."""
     for name, adapted in list(adapted_layers(network)):
-        sizes = adapted.in_features, adapted.out_features
         if isinstance(adapted, NF4Linear):
-            quantized = NF4Linear(*sizes, adapted.weight_codes, adapted.weight_scales, adapted.bias)
-            network.set_submodule(name, quantized)
+            codes, scales = adapted.weight_codes, adapted.weight_scales
+            layer: nn.Linear = NF4Linear(adapted.in_features, adapted.out_features, codes, scales, adapted.bias)
         else:
-            plain = nn.Linear(*sizes, bias=adapted.bias is not None, device="meta")
-            plain.weight, plain.bias = adapted.weight, adapted.bias
-            network.set_submodule(name, plain)
+            layer = plain_linear(adapted, adapted.weight)
+        network.set_submodule(name, layer)
 
 
 def targeted(network: nn.Module, targets: Sequence[str]) -> list[str]:

@@ -65,7 +65,7 @@ class RowAttention:
     def __init__(self, tables: Tensor, lengths: Tensor, span: int, block_size: int, dtype: torch.dtype) -> None:
         """`tables` [B, *]: blocks of the rows; `lengths` [B]: number of keys that each row sees, at most `span`."""
         self.rows, blocks = tables.shape[0], -(-span // block_size)
-        self.span, self.lengths, self.dtype = blocks * block_size, lengths, dtype
+        self.span, self.dtype = blocks * block_size, dtype
         self.gather = Gather(tables[:, :blocks].reshape(-1))
         self.last = lengths[:, None] - 1
         # In float32 with MKL, two batched products are faster than the fused kernel. In bfloat16 the fused kernel is
@@ -96,12 +96,7 @@ class RowAttention:
 
     def _bias(self, window: int) -> Tensor:
         if window not in self.biases:
-            places = torch.arange(self.span, device=self.lengths.device)
-            unseen = places >= self.lengths[:, None]
-            if window:
-                unseen |= places < self.lengths[:, None] - window
-            self.biases[window] = torch.zeros(unseen.shape, device=unseen.device, dtype=self.dtype)
-            self.biases[window].masked_fill_(unseen, -math.inf)
+            self.biases[window] = unseen_bias(self.last, self.span, window, self.dtype)
         return self.biases[window]
 
     def _products(self, window: int, scale: float, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -137,13 +132,8 @@ class ChunkAttention:
         if self.causal and not window:
             return None
         if window not in self.biases:
-            last = self.last[:, 0, :, None].cpu()
-            places = torch.arange(self.span)
-            unseen = places > last
-            if window:
-                unseen |= places <= last - window
-            bias = torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, -math.inf)
-            self.biases[window] = bias[:, None].to(self.last.device)
+            bias = unseen_bias(self.last[..., None].cpu(), self.span, window, self.dtype)
+            self.biases[window] = bias.to(self.last.device)
         return self.biases[window]
 
     def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
@@ -171,6 +161,15 @@ class ChunkAttention:
             scale=scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
+
+
+def unseen_bias(last: Tensor, span: int, window: int, dtype: torch.dtype) -> Tensor:
+    """[..., span]: -inf for keys that a query does not see. `last` [..., 1]: index of the last key that it sees."""
+    places = torch.arange(span, device=last.device)
+    unseen = places > last
+    if window:
+        unseen |= places <= last - window
+    return torch.zeros(unseen.shape, device=last.device, dtype=dtype).masked_fill_(unseen, -math.inf)
 
 
 def attend_without_unseen(attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, last: Tensor) -> Tensor:
