@@ -24,9 +24,8 @@ from assay.bench.workload import Workload, command_options
 from assay.cli.bench import add_engine_arguments, describe_engine, engine_work, print_engine_rows, run_jobs
 from assay.cli.main import main, run_command
 from assay.engine import Request, SamplingParams
-from assay.models.base import PolicyModel
+from assay.models.base import HFModel, PolicyModel
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel
 from assay.models.spec import spec_to_hf
 from assay.types import Progress, UserError
 

@@ -207,12 +207,7 @@ class Mesh:
 
     def all_gather_objects(self, item: T) -> list[T]:
         """The items of all ranks, ordered by rank. Waits for slow ranks without a time limit."""
-        if self.device_mesh is None:
-            return [item]
-        items: list[Any] = [None] * self.world
-        with waiting():
-            dist.all_gather_object(items, item, group=self.cpu_group)
-        return items
+        return [item] if self.device_mesh is None else gathered(item, self.cpu_group)
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum `values` over the data-parallel ranks, in place."""
@@ -234,28 +229,11 @@ class Mesh:
 
     def broadcast_object(self, item: T) -> T:
         """The item of the main rank, on every rank."""
-        if self.device_mesh is None:
-            return item
-        box = [item]
-        with waiting():
-            dist.broadcast_object_list(box, src=0, group=self.cpu_group)
-        return box[0]
+        return self.on_main(lambda: item)
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Call `work` on the main rank alone; every rank gets its result, or raises its UserError."""
-        if self.device_mesh is None:
-            return work()
-        result: T | None = None
-        error: UserError | None = None
-        if self.is_main:
-            try:
-                result = work()
-            except UserError as raised:
-                error = raised
-        result, error = self.broadcast_object((result, error))
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        return work() if self.cpu_group is None else shared_result(work, self.cpu_group)
 
     def barrier(self) -> None:
         self.max_over_ranks(0)
@@ -303,8 +281,7 @@ def init_mesh(
     if not dist.is_initialized():
         dist.init_process_group(backend(device), timeout=START)
         start_heartbeat(heartbeat_timeout_s)
-    by_rank: list[Any] = [None] * world
-    dist.all_gather_object(by_rank, (socket.gethostname(), dict(settings or {})))
+    by_rank = gathered((socket.gethostname(), dict(settings or {})))
     check_equal(by_rank, "start all ranks with the same command, config file, code and packages")
     return mesh_of_all(device, tp)
 
@@ -373,6 +350,29 @@ def stop_heartbeat() -> None:
 
 def waiting() -> AbstractContextManager[None]:
     return nullcontext() if _heartbeat is None else _heartbeat.waiting()
+
+
+def gathered(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The items of all ranks of a group (None: of all processes), ordered by rank."""
+    items: list[Any] = [None] * dist.get_world_size(group)
+    with waiting():
+        dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def shared_result(work: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call `work` on the first rank of a group alone; all its ranks get the result, or raise its UserError."""
+    outcome: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            outcome[0] = work()
+        except UserError as error:
+            outcome[1] = error
+    with waiting():
+        dist.broadcast_object_list(outcome, group=group, group_src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def own_gpu(local_rank: int) -> torch.device:

@@ -23,7 +23,6 @@ from assay.engine.client import ClientThread, EngineClient, LocalClient
 from assay.models.decoder import Decoder
 from assay.types import Completion
 
-WAYS = {name: MODES[name] for name in ("plain", "windows", "all at once")}
 LONG = SamplingParams(max_new_tokens=60)
 
 
@@ -58,9 +57,8 @@ def engine() -> NativeEngine:
     return engine_for(model())
 
 
-@pytest.mark.parametrize("mode", WAYS)
-def test_concurrent_consumers_get_the_same_results_as_alone(mode: str) -> None:
-    engine = engine_for(model(), WAYS[mode])
+def test_concurrent_consumers_get_the_same_results_as_alone() -> None:
+    engine = engine_for(model(), MODES["all at once"])
     thread = ClientThread(engine)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda one: thread.run(sampled(thread.client, requests_of(one))), range(8)))
@@ -101,19 +99,6 @@ def test_kept_sequences_are_released_when_the_work_ends(engine: NativeEngine) ->
 
     run_sync(keep(), client)  # one sequence is kept, and one is being continued
     assert nothing_left(engine)
-
-
-def test_a_failed_request_does_not_affect_others(engine: NativeEngine) -> None:
-    client = LocalClient(engine)
-
-    async def mixed() -> list[Any]:
-        odd = client.submit(Request([99], LONG, seed=0, name="odd"))
-        others = await sampled(client, requests_of(2))
-        return [odd[0].exception(), others]
-
-    error, others = run_sync(mixed(), client)
-    assert isinstance(error, RequestError) and "request 'odd'" in str(error)
-    assert_same_groups(model(), requests_of(2), others, generate(engine_for(model()), requests_of(2)))
 
 
 def test_an_exception_of_the_engine_reaches_all_requests_and_later_ones_are_served(
@@ -317,8 +302,7 @@ def test_a_thread_that_waits_keeps_no_completions_and_ends_with_the_driver(engin
     assert nothing_left(engine) and set(threading.enumerate()) <= threads
 
 
-@pytest.mark.slow
-def test_nothing_accumulates_over_thousands_of_requests() -> None:
+def test_nothing_accumulates_over_many_requests() -> None:
     """Requests with streaming, handles, errors, cancellations and weight updates, of several consumers."""
     engine = engine_for(model(), Mode(max_batch=64))
     thread, counts, sizes = ClientThread(engine), list[int](), list[list[int]]()
@@ -341,13 +325,13 @@ def test_nothing_accumulates_over_thousands_of_requests() -> None:
                 pass
         return failed
 
-    for number in range(20):
+    for number in range(5):
         with ThreadPoolExecutor(3) as pool:
             assert sum(pool.map(lambda one: thread.run(consume(one)), range(3))) == 3 * 7  # 2 of 9 were cancelled
         engine.update_weights(model(), engine.info.version + 1)
         until(lambda: nothing_left(engine))
         sizes.append([len(engine.outputs.versions.starts), engine.outputs.history.tokens.nbytes])
-        if number in (0, 19):
+        if number in (0, 4):
             counts.append(objects())
     thread.close()
     assert sizes[-1] == sizes[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,6 @@ from native_parts import (
     assert_same_groups,
     assert_scores,
     engine_for,
-    idle,
     mixed_prompts,
     mixed_requests,
     requests_for,
@@ -45,7 +43,7 @@ from assay.engine.completions import (
     completes_stop,
     may_complete,
 )
-from assay.engine.running_batch import StepOutput
+from assay.engine.sampler import StepOutput
 from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
 from assay.models.decoder import Decoder
 from assay.types import Finish
@@ -123,24 +121,6 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(mode: str) 
     whole_lists = [[*r.prompt_ids, *g[0].token_ids, 9, 9, 9] for r, g in zip(stopping, groups, strict=True)]
     lists = [Request(ids, plain, seed=5) for ids in whole_lists]
     assert_same_groups(model(), lists, generate(engine, more), generate(fresh, lists))
-
-
-def test_device_error_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a window: some of its steps were taken but not recorded."""
-    requests = mixed_requests(SamplingParams(max_new_tokens=30, stop_token_ids=(1, 2, 3)), seed=5)[3:9]
-    engine = engine_for(model(), WIDE)
-    step, calls = engine.runner._step, itertools.count()
-
-    def fail(size: int, span: int) -> None:
-        if next(calls) == 13:
-            raise MemoryError("out of memory")
-        step(size, span)
-
-    monkeypatch.setattr(engine.runner, "_step", fail)
-    with pytest.raises(MemoryError, match="out of memory"):
-        generate(engine, requests)
-    assert idle(engine)
-    assert_same_groups(model(), requests, generate(engine, requests), generate(engine_for(model()), requests))
 
 
 # -- the parts, without an engine
@@ -289,15 +269,6 @@ def test_suspects_include_every_token_that_completes_a_stop_string(
             return
 
 
-@pytest.mark.parametrize(
-    ("kind", "ids", "stop"), [("suffixed", [0, 3], "ab"), ("words", [2], "##"), ("words", [2, 2], "#aa")]
-)
-def test_text_added_by_a_token_depends_on_its_position(kind: str, ids: list[int], stop: str) -> None:
-    _, decoded = tokenizers()[kind]
-    assert stop in decoded(ids)
-    assert StopStrings(decoded).suspects(np.array(ids), (stop,))[-1]
-
-
 @pytest.mark.parametrize("stop", ["😀", "😁😀", "b😁😁😀"])
 def test_incomplete_bytes_before_a_stop_string(stop: str) -> None:
     """A tail that starts within a character would decode to replacement characters."""
@@ -316,19 +287,6 @@ def test_start_of_the_tail_is_not_decoded_as_start_of_the_text() -> None:
     assert not any(completes_stop(ids[:end], ["##"], decoded) for end in range(1, len(ids) + 1))
 
 
-def test_trailing_space_of_a_word_is_found_with_the_next_token() -> None:
-    """The decoder of GPT-1 writes the space of "a</w>" only if another token follows."""
-    size, decoded = tokenizers()["suffixed"]
-    ends, stopping = [2, 3, 4, 5], StopStrings(decoded)
-    for first in ends:
-        stop = decoded([first]) + " "
-        for following in range(size):
-            ids = [0, first, following]
-            assert StopStrings(decoded).suspects(np.array(ids), (stop,)).tolist()[-1]
-            assert [stopping.suspects(np.array([token]), (stop,)).item() for token in ids][-1]  # one call per token
-            assert stopping.completed(ids, (stop,)) and not stopping.completed(ids[:2], (stop,))
-
-
 def test_few_tokens_are_suspects() -> None:
     size, decoded = tokenizers()["bytes"]
     added = {i: added_by(i, decoded) for i in range(size) if BROKEN not in decoded([i])}
@@ -336,14 +294,6 @@ def test_few_tokens_are_suspects() -> None:
     assert [text for text, may in kinds.items() if may and "\n" not in text and ">" not in text] == []
     assert kinds["x>\n"] and kinds["\n"] and not kinds["</"] and not kinds["x"] and not kinds["ab"]
     assert not kinds[">"]  # the stop string continues after it
-
-
-def test_incomplete_characters_do_not_make_all_tokens_suspects() -> None:
-    size, decoded = tokenizers()["bytes"]
-    stopping = StopStrings(decoded)
-    every = np.arange(size)
-    broken = np.array([BROKEN in decoded([token, token]) for token in every])
-    assert broken.any() and stopping.suspects(every, ("</x> ",))[~broken].mean() < 0.2
 
 
 def test_tokens_are_decoded_once() -> None:

@@ -111,56 +111,36 @@ def assert_usable(engine: Engine, backend: str, before: list[int], handle: int) 
         assert_equal_completions(ours, theirs, 1e-4)
 
 
-def before_and_after(points: Iterable[str]) -> list[Any]:
-    """Each point interrupted before and after its work; quick tests alternate between the two."""
-    return [
-        pytest.param(point, after, id=f"{'after' if after else 'before'}-{point}", marks=[pytest.mark.slow] * slow)
-        for index, point in enumerate(points)
-        for after in (False, True)
-        for slow in [after != bool(index % 2)]
-    ]
+def before_or_after(points: Iterable[str]) -> list[tuple[str, bool]]:
+    """Points, interrupted before or after their work in turn."""
+    return [(point, bool(index % 2)) for index, point in enumerate(points)]
 
 
-@pytest.mark.parametrize(("point", "after"), before_and_after(NATIVE_POINTS))
+@pytest.mark.parametrize(("point", "after"), before_or_after(NATIVE_POINTS))
 def test_interrupted_step_leaves_the_native_engine_usable(point: str, after: bool) -> None:
-    raised = 0
+    interrupted = 0
     for call in (1, 4):
         engine = native(decoder(0, torch.float32), SMALL_CACHE, dtype=torch.float32)
         kept = [kept_first(engine), kept_first(engine)]
         owner, method = NATIVE_POINTS[point](engine)
-        raised += interrupt(engine, owner, method, call, after, [kept[0][1]])
-        assert_usable(engine, "native", *kept[1])
+        raised = interrupt(engine, owner, method, call, after, [kept[0][1]])
+        interrupted += raised
+        for before, handle in kept if raised else kept[1:]:  # the first one was being continued
+            assert_usable(engine, "native", before, handle)
         engine.release([handle for _, handle in kept])
         assert_nothing_left(engine)
-    assert raised
+    assert interrupted
 
 
-@pytest.mark.parametrize(("method", "after"), before_and_after(["_forward", "_shrink", "_accept", "_next"]))
+@pytest.mark.parametrize(("method", "after"), before_or_after(["_forward", "_shrink", "_accept", "_next"]))
 def test_interrupted_step_leaves_the_hf_engine_usable(method: str, after: bool) -> None:
     engine = build("hf", mode=Mode(max_batch=4))
     assert isinstance(engine, HFEngine)
     kept = [kept_first(engine), kept_first(engine)]
     assert interrupt(engine, engine, method, 2, after, [kept[0][1]])
-    assert_usable(engine, "hf", *kept[1])
+    for before, handle in kept:
+        assert_usable(engine, "hf", before, handle)
     engine.release([handle for _, handle in kept])
-    assert_nothing_left(engine)
-
-
-@pytest.mark.parametrize("backend", ["native", "hf"])
-def test_handle_of_an_interrupted_continuation_stays_usable(backend: str) -> None:
-    engine = build(backend, policy(backend))
-    before, handle = kept_first(engine)
-    request_id = engine.add(Request([7, 8], SamplingParams(n=2, max_new_tokens=8), seed=2, continues=handle))
-    engine.step(wait=False)
-    method = "_iterate"
-    fault = Interrupted(engine, method, 1, after=True)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    fault.remove()
-    engine.abort([request_id])
-    group = generate(engine, [Request([7, 8], SamplingParams(n=2, max_new_tokens=8), seed=2, continues=handle)])[0]
-    whole = Request([*before, 7, 8], SamplingParams(n=2, max_new_tokens=8), seed=2)
-    assert_equal_completions(group, generate(build(backend, policy(backend)), [whole])[0], 1e-4)
     assert_nothing_left(engine)
 
 

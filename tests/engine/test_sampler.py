@@ -3,65 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_parts import drawable
 from scipy import stats
 from torch import Tensor
 
-from assay.engine.sampler import Sampled, keep_mask, noise_keys, sample, sample_rows, signed, uniform
-from assay.engine.sequence import FORBIDDEN_SLOTS, WIDTH, Column
+from assay.engine.base import Request, SamplingParams
+from assay.engine.sampler import Rows, Sampled, keep_mask, noise_keys, sample, signed, uniform
+from assay.engine.sequence import Job, Modes, Sample
 
+LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
 SAMPLES = 20_000
 
 
 def sample_many(
-    logits: list[float],
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    forbidden: list[int] | None = None,
-    count: int = SAMPLES,
+    logits: list[float], temperature: float, count: int = SAMPLES, forbidden: Sequence[int] = (), **limits: Any
 ) -> Sampled:
     keys = noise_keys(torch.full((count,), signed(5)), torch.arange(count) % 100)
     return sample(
         torch.tensor(logits).expand(count, -1),
         torch.full((count,), temperature),
-        torch.full((count,), top_k),
-        torch.full((count,), top_p),
-        torch.full((count,), min_p),
+        *(torch.full((count,), value) for value in (LIMITS | limits).values()),
         keys,
         torch.arange(count) // 100,
-        forbidden=None if forbidden is None else torch.tensor([*forbidden, -1]).expand(count, -1),
+        forbidden=torch.tensor([*forbidden, -1]).expand(count, -1) if forbidden else None,
     )
 
 
-def reference(
-    logits: list[float],
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    forbidden: list[int] | None = None,
-) -> tuple[list[float], float]:
+def reference(logits: list[float], temperature: float, **limits: Any) -> tuple[list[float], float]:
     """The sampling distribution and the kept mass, in plain Python."""
     peak = max(logits)
     weights = [math.exp((x - peak) / temperature) for x in logits]
     probs = [w / sum(weights) for w in weights]
-    allowed = [i for i in range(len(probs)) if i not in (forbidden or [])]
-    order = sorted(allowed, key=lambda i: (-probs[i], i))[: top_k or None]
-    whole, chosen, mass = sum(probs[i] for i in order), [], 0.0
-    for i in order:
-        if chosen and (mass >= top_p * whole - 1e-9 or probs[i] < min_p * probs[order[0]] * (1 - 1e-9)):
-            break
-        chosen.append(i)
-        mass += probs[i]
-    return [probs[i] / mass if i in chosen else 0.0 for i in range(len(probs))], mass
+    kept = drawable(probs, 0, SamplingParams(forbidden_token_ids=limits.pop("forbidden", ()), **limits))
+    mass = sum(probs[i] for i in kept)
+    return [probs[i] / mass if i in kept else 0.0 for i in range(len(probs))], mass
 
 
 @pytest.mark.parametrize(
@@ -103,8 +86,8 @@ def test_samples_follow_the_distribution_over_a_large_vocabulary(top_k: int) -> 
     logits = torch.randn(3000, generator=generator)
     logits[torch.randperm(3000, generator=generator)[:40]] += 5.0
     logits[500:1100] = -math.inf
-    sampled = sample_many(logits.tolist(), 1.0, top_k, count=count)
-    expected, _ = reference(logits.tolist(), 1.0, top_k)
+    sampled = sample_many(logits.tolist(), 1.0, count, top_k=top_k)
+    expected, _ = reference(logits.tolist(), 1.0, top_k=top_k)
     probs = torch.tensor(expected, dtype=torch.float64)
     assert bool((probs[sampled.tokens] > 0).all())
     # Adjacent tokens are merged into cells with about 50 expected samples each.
@@ -218,7 +201,7 @@ def test_truncation_keeps_the_same_set_as_the_reference_with_ties(
     keep = keep_mask(
         probs, probs.sum(-1, dtype=torch.float64), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
     )[0]
-    expected, _ = reference(values, 1.0, top_k, top_p, min_p)
+    expected, _ = reference(values, 1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     wanted = {i for i, p in enumerate(expected) if p > 0}
     got = set(keep.nonzero()[:, 0].tolist())
     # If a probability equals its limit up to rounding, one token more or less is correct too.
@@ -232,7 +215,7 @@ def mass_of_top(probs: Tensor, top_k: int) -> float:
     return probs.topk(min(top_k or len(probs), len(probs))).values.sum().item()
 
 
-@pytest.mark.parametrize("vocabulary", [1000, pytest.param(40_007, marks=pytest.mark.slow), 12_007])
+@pytest.mark.parametrize("vocabulary", [1000, 12_007])
 def test_truncation_of_bfloat16_logits_with_many_ties(vocabulary: int) -> None:
     """16-bit logits tie often; the reference sorts them by (value, id)."""
     generator = torch.Generator().manual_seed(vocabulary)
@@ -257,22 +240,6 @@ def test_truncation_of_bfloat16_logits_with_many_ties(vocabulary: int) -> None:
             assert cumulative[len(mine) - 2] < top_p[row] * whole
         reached = top_p[row] < 1 and cumulative[len(mine) - 1] >= top_p[row] * whole * (1 - 2e-6)
         assert len(mine) == len(order) or reached or edge[1] < held * (1 + 2e-6)
-
-
-def test_truncation_of_flat_distributions_sorts_the_vocabulary() -> None:
-    logits = torch.zeros(3, 5000)
-    logits[:, 4999] = 1.0
-    probs = torch.softmax(logits, -1)
-    keep = keep_mask(
-        probs,
-        probs.sum(-1, dtype=torch.float64),
-        torch.tensor([0, 2000, 0]),
-        torch.tensor([0.5, 1.0, 1.0]),
-        torch.zeros(3),
-    ).bool()
-    assert keep[1].sum() == 2000 and keep[1, :1999].all() and keep[1, 4999]
-    assert 2497 <= int(keep[0].sum()) <= 2500 and keep[0, 4999] and keep[0, 0]
-    assert keep[2].all()
 
 
 def test_noise_is_uniform_and_uncorrelated_between_seeds_samples_and_positions() -> None:
@@ -316,28 +283,22 @@ def test_nan_logits_give_nan_logprobs_in_their_row_only(temperature: float, voca
         assert torch.allclose(sampled.entropies[[0, 4]], wanted)
 
 
-def table(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers, floats and forbidden tokens of running rows without truncation."""
-    ints = torch.full((rows, WIDTH), -1)
-    ints[:, : Column.STOPS] = 0
-    ints[:, Column.KEY] = noise_keys(torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
-    ints[:, Column.LIMIT] = 1000
-    ints[:, Column.POSITION] = 40
-    floats = torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(rows, 1)
-    return ints, floats, torch.full((rows, FORBIDDEN_SLOTS), -1)
+def test_modes_follow_the_parameters_of_running_rows() -> None:
+    def job(**params: Any) -> Job:
+        return Job(0, Request([1], SamplingParams(**params), seed=0), [1], 9)
 
-
-def test_sample_rows_equals_sample() -> None:
-    columns, own_forbidden = mixed_rows(64, 300)
-    logits, temperature, top_k, top_p, min_p, keys, positions = columns
-    ints, floats, forbidden = table(64)
-    ints[:, Column.TOP_K], ints[:, Column.KEY], ints[:, Column.COUNT] = top_k, keys, positions
-    ints[:, Column.FORBIDDEN] = (own_forbidden >= 0).sum(1)
-    floats[:, 0], floats[:, 1], floats[:, 2] = temperature, top_p, min_p
-    forbidden[:, :6] = own_forbidden
-    log_tokens, log_scores = torch.zeros(1, 64, dtype=torch.int32), torch.zeros(4, 1, 64)
-    sample_rows(logits, ints, floats, forbidden, torch.tensor([3]), log_tokens, log_scores)
-    sampled = sample(*columns, forbidden=own_forbidden)
-    assert log_tokens[0].tolist() == sampled.tokens.tolist()
-    scores = (sampled.engine_logprobs, sampled.sampling_logprobs, sampled.kept_mass, sampled.entropies)
-    assert torch.allclose(log_scores[:, 0], torch.stack(scores), atol=1e-6)
+    rows = Rows(4, 1, torch.device("cpu"))
+    for params, expected in (
+        ({}, Modes(random=True)),
+        ({"temperature": 0.0, "top_p": 0.5}, Modes(greedy=True)),
+        ({"top_k": 2}, Modes(random=True, truncate=True)),
+        ({"min_p": 0.1}, Modes(random=True, truncate=True)),
+        ({"top_p": 0.9}, Modes(random=True, truncate=True)),
+        ({"forbidden_token_ids": (1,)}, Modes(random=True, forbids=True)),
+        ({"min_new_tokens": 2, "stop_token_ids": (1,)}, Modes(random=True, forbids=True)),
+        ({"min_new_tokens": 2}, Modes(random=True)),
+    ):
+        rows.update_modes([Sample(job(**params), 0)])  # type: ignore[arg-type]
+        assert rows.modes == expected
+    rows.update_modes([Sample(job(temperature=0.0), 0), Sample(job(top_k=2), 0)])
+    assert rows.modes == Modes(greedy=True, random=True, truncate=True)

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from assay.engine.base import Request, SamplingParams
-from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, Sample, display_name, job_for
+from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, display_name, job_for
 from assay.types import UserError
 
 
@@ -96,39 +94,3 @@ def test_at_least_one_token_must_be_allowed() -> None:
             job_of(request(**params), vocabulary=4)
     job_of(request(forbidden_token_ids=(0, 1), stop_token_ids=(2, 3)), vocabulary=4)
     job_of(request(forbidden_token_ids=(0, 1), stop_token_ids=(1, 2), min_new_tokens=1), vocabulary=4)
-
-
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 19), st.integers(0, 30))
-def test_stored_equals_simulated_decoding(prompt: int, limit: int, drawn: int, steps: int) -> None:
-    drawn = min(drawn, limit - 1)
-    submitted = request([1] * prompt, max_new_tokens=limit)
-    sample = Sample(Job(0, submitted, submitted.prompt_ids, limit), 0, drawn=[2] * drawn)
-    assert sample.start == prompt + drawn
-    stored, position = prompt + drawn, prompt + drawn - 1  # of the next input token
-    for _ in range(steps):
-        if position + 1 < prompt + limit:  # one more token is allowed
-            stored = max(stored, position + 1)
-            position += 1
-    assert sample.stored(steps) == stored
-
-
-@given(
-    st.integers(1, 20), st.integers(1, 20), st.integers(0, 19), st.integers(1, 5), st.integers(0, 9), st.integers(0, 50)
-)
-def test_exhausts_blocks_at_is_the_last_step_that_fits(
-    prompt: int, limit: int, drawn: int, size: int, spare: int, entered: int
-) -> None:
-    submitted = request([1] * prompt, max_new_tokens=limit)
-    sample = Sample(
-        Job(0, submitted, submitted.prompt_ids, limit), 0, drawn=[2] * min(drawn, limit - 1), entered=entered
-    )
-    blocks = -(-sample.start // size) + spare
-    sample.blocks = list(range(blocks))
-    enough = [steps for steps in range(200) if sample.stored(steps) <= blocks * size]
-    if len(enough) == 200:
-        assert sample.exhausts_blocks_at(size) > entered + 200
-    else:
-        assert sample.exhausts_blocks_at(size) == entered + max(enough)
-    steps = sample.end - entered
-    assert steps == limit - len(sample.drawn)
-    assert sample.stored(steps) == sample.stored(200) == prompt + limit - 1

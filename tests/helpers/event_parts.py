@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
-import pytest
 import torch
 from engine_parts import small_decoder
 from native_parts import SPECS, Mode, engine_for, transformers_model, words
@@ -25,12 +24,11 @@ from assay.engine import (
     make_engine,
 )
 from assay.engine.sequence import Column, RowState
-from assay.models.base import PolicyModel
+from assay.models.base import HFModel, PolicyModel
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel
 from assay.types import Completion
 
-BACKENDS = ("native", pytest.param("native64", marks=pytest.mark.slow), "hf")
+BACKENDS = ("native", "hf")
 GPU_LIKE = Mode(max_batch=8, window=4, ahead=1)  # results are read one window late
 
 
@@ -100,18 +98,14 @@ def policy(backend: str, seed: int = 0, dtype: torch.dtype | None = None) -> Pol
     """A model with the same weights for every backend; must not be changed."""
     decoder = small_decoder(SPECS["llama"], seed)
     model = HFModel(transformers_model(SPECS["llama"], decoder)) if backend == "hf" else decoder
-    return model.to(dtype or dtype_of(backend))
-
-
-def dtype_of(backend: str) -> torch.dtype:
-    return torch.float64 if backend == "native64" else torch.float32
+    return model.to(dtype or torch.float32)
 
 
 def build(backend: str, model: PolicyModel | None = None, mode: Mode | None = None) -> Engine:
     """`mode` is for native engines; others use its `max_batch` only."""
     model, mode = model or policy(backend), mode or Mode(max_batch=8)
     if isinstance(model, Decoder):
-        return engine_for(model, mode, dtype=dtype_of(backend), decode=words)
+        return engine_for(model, mode, decode=words)
     engine = make_engine("hf", model, device="cpu", dtype=torch.float32, max_batch=mode.max_batch, decode=words)
     assert isinstance(engine, HFEngine)
     return engine

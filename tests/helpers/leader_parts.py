@@ -338,13 +338,11 @@ def leader_cases(mesh: Mesh) -> None:
     failures_leave_all_ranks_consistent(mesh)
     client_thread_on_a_leader(mesh)
     different_arrivals_are_reported(mesh)
-    with_leader(mesh, arrivals, "plain")
     with_leader(mesh, arrivals, "windows")
 
 
 def update_cases(mesh: Mesh) -> None:
-    for kv_on_update in ("recompute", "keep"):
-        for mode in ("windows", "all at once"):
-            in_lockstep(mesh, updates, mode, kv_on_update)  # type: ignore[arg-type]
-            with_leader(mesh, updates, mode, kv_on_update)  # type: ignore[arg-type]
+    in_lockstep(mesh, updates, "windows", "keep")
+    with_leader(mesh, updates, "windows", "recompute")
+    with_leader(mesh, updates, "all at once", "keep")
     in_lockstep(mesh, arrivals, "all at once")

@@ -62,15 +62,6 @@ def test_auto_dtype_is_bfloat16_only_where_the_gpu_computes_in_it(monkeypatch):
     assert pick_dtype("auto", "cuda") == torch.float32
 
 
-def test_named_dtypes():
-    assert pick_dtype("bfloat16", "cpu") == torch.bfloat16
-    assert pick_dtype("float32", "cpu") == torch.float32
-    with pytest.raises(UserError, match="float16 overflows"):
-        pick_dtype("float16", "cpu")
-    with pytest.raises(UserError, match="int4"):
-        pick_dtype("int4", "cpu")
-
-
 @pytest.mark.parametrize(
     ("parameters", "cores", "threads"),
     [
@@ -149,10 +140,6 @@ def test_compiled_code_is_not_loaded_from_a_folder_of_others(tmp_path, monkeypat
         with pytest.warns(UserWarning, match="TORCHINDUCTOR_CACHE_DIR"):
             check_compile_cache()
         assert Path(cache_dir()).stat().st_mode & 0o777 == 0o700 and Path(cache_dir()) != folder
-
-
-def test_a_cpu_has_no_gpu_memory():
-    assert module.gpu_memory_use(torch.device("cpu")) is None
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ import torch
 from hub_server import hub
 
 from assay.models import HFModel, build_preset, load_model, save_model
-from assay.models.fallback import NO_LIMIT, reported_bars, reporting_bar
+from assay.models.base import NO_LIMIT
+from assay.models.load import reported_bars, reporting_bar
 
 MODELS = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 48},

@@ -85,13 +85,6 @@ def test_dtype_and_special_tokens_are_written(tmp_path):
     assert next(model.parameters()).dtype == torch.float32
 
 
-def test_unknown_special_tokens_are_left_out(tmp_path):
-    save_model(build_preset("tiny-llama", vocab_size=30, max_length=64, seed=0), tmp_path)
-    hf = from_pretrained(tmp_path)
-    assert hf.generation_config.eos_token_id is None
-    assert hf.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_fallback_models_come_back(randomise, logit_difference, tmp_path, dtype):
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -37,17 +37,6 @@ def test_shards_written_by_transformers(make_hf, logit_difference, tmp_path):
     assert logit_difference(load_model(str(tmp_path)), hf) < 1e-4
 
 
-def test_dtype_and_device_are_as_asked(folder):
-    counts = []
-    model = load_model(
-        str(folder), device="cpu", dtype=torch.bfloat16, report=lambda done, total, _: counts.append((done, total))
-    )
-    assert len(counts) > 10 and counts == sorted(counts) and counts[-1] == (model.spec.parameters,) * 2
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    exact = dict(load_model(str(folder)).weights())
-    assert all(torch.equal(weight, exact[name].to(torch.bfloat16)) for name, weight in model.weights())
-
-
 def test_bin_files_are_read_without_running_them(make_hf, logit_difference, tmp_path):
     hf = make_hf("llama", tie_word_embeddings=True)
     hf.config.save_pretrained(tmp_path)
@@ -58,12 +47,6 @@ def test_bin_files_are_read_without_running_them(make_hf, logit_difference, tmp_
     torch.save({"evil": pytest.fail}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="more than plain weights"):
         load_model(str(tmp_path))
-
-
-def test_a_stored_copy_of_a_tied_head_is_no_error(folder):
-    exact = load_model(str(folder))
-    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(30, 64)}))
-    assert torch.equal(load_model(str(folder)).lm_head.weight, exact.lm_head.weight)
 
 
 def test_a_tied_head_may_stand_for_the_embedding(folder):
@@ -190,21 +173,6 @@ def test_preset_weights_depend_on_the_seed_only():
         torch.manual_seed(len(prints))
         prints.append(fingerprint(build_preset("nano", vocab_size=30, max_length=64, seed=seed).weights()))
     assert prints[0] == prints[1] != prints[2]
-
-
-def test_a_new_preset_predicts_about_uniformly():
-    model = build_preset("tiny", vocab_size=50, max_length=64, seed=0)
-    with torch.no_grad():
-        logits = model.unembed(model.hidden(torch.arange(50), [50]))
-    surprise = torch.nn.functional.cross_entropy(logits[:-1], torch.arange(1, 50))
-    assert abs(float(surprise) - torch.log(torch.tensor(50.0))) < 0.3
-
-
-def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(UserError, match="did you mean 'medium'"):
-        preset("mediun", vocab_size=10, max_length=10)
-    with pytest.raises(UserError, match="vocabulary"):
-        preset("tiny", vocab_size=0, max_length=10)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ def test_both_spellings_of_rope_give_the_same_spec():
     "change",
     [
         {"model_type": "mixtral"},
-        {"model_type": "gemma3"},
         {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
         {"model_type": "gemma3_text", "hidden_activation": "gelu"},
         {
@@ -49,11 +48,6 @@ def test_both_spellings_of_rope_give_the_same_spec():
 )
 def test_what_the_decoder_does_not_cover_is_left_to_the_fallback(change):
     assert spec_from_hf({**BASE, **change}) is None
-
-
-def test_qwen3_heads_are_128_wide_unless_said_otherwise():
-    spec = spec_from_hf({**BASE, "model_type": "qwen3"})
-    assert spec is not None and spec.head_dim == 128 and spec.qk_norm
 
 
 @pytest.mark.parametrize(

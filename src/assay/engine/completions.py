@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 
 from assay.engine.base import Decode, Event, Failed, Finished, TokenChunk
-from assay.engine.running_batch import StepOutput
+from assay.engine.sampler import StepOutput
 from assay.engine.sequence import Job, RowState, Sample
 from assay.types import Completion, Finish
 

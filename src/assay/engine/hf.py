@@ -20,8 +20,7 @@ from torch import Tensor
 from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, TopLogprobs, WeightSource, copy_weights
 from assay.engine.completions import OutputProcessor
 from assay.engine.in_process import LocalEngine
-from assay.engine.running_batch import Rows, StepOutput
-from assay.engine.sampler import target_logprobs, top_logprobs
+from assay.engine.sampler import Rows, StepOutput, target_logprobs, top_logprobs
 from assay.engine.sequence import Column, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
 from assay.types import UserError

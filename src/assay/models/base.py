@@ -1,30 +1,42 @@
-"""`PolicyModel`, the interface that trainer and engines expect of a policy network."""
+"""`PolicyModel`, the interface that trainer and engines expect of a policy network, and `HFModel`.
+
+`HFModel` is any causal language model of transformers. It is slower than `Decoder` (padded batches, full logits), but
+exact for every architecture: learned positions, unusual heads, soft-capped logits.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from assay.mesh import full_tensor
+from assay.models.attention import Padded
 from assay.models.device import autocast_dtype
 from assay.models.fingerprint import digests, fingerprint
 from assay.models.lora import (
     ALL,
     Lora,
     adapted_layers,
+    dequantize_layers,
     insert_adapters,
     merged_weights,
+    quantize_layers,
+    quantized_layers,
     remove_adapters,
     targeted,
     weight_shapes,
 )
-from assay.models.quantize import dequantize_layers, quantize_layers, quantized_layers
 
-__all__ = ["LoadOptions", "LoadReport", "PolicyModel", "autocast_dtype", "digests", "fingerprint"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["HFModel", "LoadOptions", "LoadReport", "PolicyModel", "autocast_dtype", "digests", "fingerprint"]
 
 LoadReport = Callable[[int, int, str], object]  # receives how much of a model is loaded, of how much, and the unit
 
@@ -134,3 +146,50 @@ class PolicyModel(nn.Module):
         """Whether there are adapters, and they add nothing yet: the policy equals its base model."""
         layers = [layer for _, layer in adapted_layers(self.network)]
         return self.lora is not None and not any(full_tensor(layer.lora_B.weight).any() for layer in layers)
+
+
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+NO_LIMIT = 1 << 20  # configs of recurrent models and of relative positions have no maximum length
+
+
+class HFModel(PolicyModel):
+    """`hidden` returns the model's logits, and `unembed` is the identity."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+        config = hf.config.get_text_config()
+        head = hf.get_output_embeddings()
+        self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
+        lengths = (getattr(config, key, None) for key in LENGTH_KEYS)
+        self.max_length = next((int(length) for length in lengths if length), NO_LIMIT)
+        self.takes_positions = "position_ids" in inspect.signature(hf.forward).parameters
+        self.train()
+
+    def train(self, mode: bool = True) -> HFModel:
+        """The model itself stays in evaluation mode: with dropout, trainer and sampling policy would differ."""
+        super().train(mode)
+        self.hf.eval()
+        return self
+
+    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
+        """Logits [N, vocabulary]: sequences are right-padded, which causal attention ignores, and packed again."""
+        layout = Padded(lengths, ids.device)
+        shape = (layout.batch, layout.longest)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = {key: scatter(values, layout).view(shape) for key, values in inputs.items()}
+        if self.takes_positions:
+            inputs["position_ids"] = torch.arange(layout.longest, device=ids.device).expand(shape)
+        output = self.hf(**inputs, use_cache=False)
+        return output.logits.flatten(0, 1).index_select(0, layout.slots)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    @property
+    def network(self) -> nn.Module:
+        return self.hf
+
+
+def scatter(values: Tensor, layout: Padded) -> Tensor:
+    return values.new_zeros(layout.batch * layout.longest).index_copy(0, layout.slots, values)

@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from assay.mesh import full_tensor
-from assay.models.base import PolicyModel, fingerprint
+from assay.models.base import HFModel, PolicyModel, fingerprint
 from assay.models.decoder import Decoder
-from assay.models.fallback import HFModel, reported_bars
-from assay.models.load import read_json
+from assay.models.load import read_json, reported_bars
 from assay.models.lora import adapted_layers, is_adapter, merged_state, weight_shapes
 from assay.models.spec import spec_to_hf
 from assay.types import UserError

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.models.base import LoadOptions, PolicyModel
-from assay.models.decoder import WeightLoader, llama3_frequencies
-from assay.models.fallback import load_fallback
+from assay.models.base import LoadOptions
+from assay.models.decoder import Decoder, WeightLoader, llama3_frequencies
 from assay.models.spec import FAMILIES, LLAMA3_SCALING, Family, ModelSpec, checked_size
 from assay.types import UserError
 
@@ -39,13 +38,13 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def load_gguf(path: Path, options: LoadOptions) -> PolicyModel:
-    """`Decoder` for files of its families; transformers for other architectures."""
+def load_gguf(path: Path, options: LoadOptions) -> Decoder | None:
+    """The model in a file, or None if `Decoder` does not cover its architecture."""
     reader = open_gguf(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = spec_from_gguf(reader, tensors, path)
     if spec is None:
-        return load_fallback(path.parent, options, path.name)
+        return None
     if spec.parameters > 8 * path.stat().st_size:  # every format takes at least a bit per weight
         raise UserError(f"'{path}' asks for {spec.parameters:,} weights, which it is too small to hold: fetch it again")
     loader = WeightLoader(spec, f"the model in '{path}'", options)

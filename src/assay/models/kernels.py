@@ -1,4 +1,4 @@
-"""Triton kernels: `scores_of` and `gradient_of` of `logprobs`, and `dequantize` of `quantize`.
+"""Triton kernels: `scores_of` and `gradient_of` of `logprobs`, and `dequantize` of `lora`.
 
 The first two read every logit once and store nothing else. The last reads each code once and writes each weight once.
 """

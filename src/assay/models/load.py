@@ -1,31 +1,89 @@
-"""Load a model from a Hugging Face folder, a GGUF file or the hub; or build a small one with random weights."""
+"""Load a model from a Hugging Face folder, a GGUF file or the hub; or build a small one with random weights.
+
+transformers and the hub's client report progress through tqdm only, so a class in place of tqdm passes the counts on,
+and `Console` draws them.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from assay.models.base import LoadOptions, LoadReport, PolicyModel
+from assay.models.base import HFModel, LoadOptions, LoadReport, PolicyModel
 from assay.models.decoder import Decoder, WeightLoader, empty_decoder
-from assay.models.fallback import BYTES, load_fallback, reporting_bar
 from assay.models.gguf import is_gguf, load_gguf
 from assay.models.spec import FAMILIES, ModelSpec, spec_from_hf
 from assay.system.model_files import check_model_files
-from assay.types import UserError, unknown_name
+from assay.types import UserError, missing_extra, unknown_name
 
 FORMS = "a Hugging Face folder, a .gguf file, a hub id such as org/name, preset:NAME, or run:NAME@STEP"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SMALL = 10_000_000  # weights; below that, a file that lacks some is reported by their names
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+BYTES = "B"  # unit of bars that count bytes
+
+
+def reporting_bar(report: LoadReport | None, unit: str, only: str | None = None) -> type[tqdm]:
+    """A class like tqdm that draws nothing and passes its counts to `report`, as counts of `unit`.
+
+    `only`: bars with another tqdm unit report nothing, and if several count the same, the largest count is reported.
+    """
+    lock, most = Lock(), 0  # bars are updated by several threads
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": True})
+            self.reports = report is not None and only in (None, options.get("unit"))
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in self.iterable:
+                yield item
+                self.update()
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal most
+            with lock:
+                self.n += n or 0
+                if self.reports and report is not None and self.total and self.n > most:
+                    most = 0 if only is None else int(self.n)
+                    report(int(self.n), int(self.total), unit)
+
+    return ReportingBar
+
+
+@contextmanager
+def reported_bars(report: LoadReport | None) -> Iterator[None]:
+    """Within the block, bars of transformers are not drawn, and `report` receives how many weights are loaded."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging
+
+    bar, shown = reporting_bar(report, "tensors"), logging.is_progress_bar_enabled()
+    hook, gguf_bar = logging.set_tqdm_hook(lambda _, args, options: bar(*args, **options)), gguf.tqdm
+    gguf.tqdm = bar  # does not ask the hook
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(hook)
+        gguf.tqdm = gguf_bar
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_model(
@@ -47,7 +105,7 @@ def load_model(
     if path.is_file():
         if not is_gguf(path):
             raise UserError(f"'{source}' is a file, but not a GGUF: give {FORMS}")
-        return load_gguf(path, options)
+        return load_gguf(path, options) or load_fallback(path.parent, options, path.name)
     if not path.is_dir():
         path = fetch_model(source, cache_dir, report)
     return load_folder(path, options)
@@ -88,6 +146,33 @@ def load_folder(folder: Path, options: LoadOptions) -> PolicyModel:
     for file in files:
         (load_safetensors if file.suffix == ".safetensors" else load_pickled)(file, loader)
     return loader.finish()
+
+
+def load_fallback(folder: Path, options: LoadOptions, gguf_file: str | None = None) -> HFModel:
+    """Load with transformers. `gguf_file`: name of a GGUF file in the folder."""
+    import transformers
+
+    given: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
+    what = folder / gguf_file if gguf_file else folder
+    if gguf_file is not None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise missing_extra(f"loading {what} with transformers", "gguf")
+        given["gguf_file"] = gguf_file
+        if hasattr(transformers, "GgufConfig"):  # keeps GGUF weights quantised, hence not trainable, by default
+            given["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        with reported_bars(options.report):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True, local_files_only=True, **given
+            )
+    except Exception as error:  # a damaged file can raise any error in transformers
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"transformers cannot load the model in {what}: {reason}") from error
+    hf, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(f"the model in {what} lacks weights that {type(hf).__name__} needs: {', '.join(missing[:5])}")
+    return HFModel(hf.to(options.device))
 
 
 def has_weights(folder: Path) -> bool:

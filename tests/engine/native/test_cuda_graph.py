@@ -144,24 +144,6 @@ def test_bfloat16_serving_of_other_families_equals_the_trainer(name: str) -> Non
             assert gap.abs().mean() < max(0.05, 2 * noise)
 
 
-def test_continuations_streaming_and_errors_on_cuda() -> None:
-    model = small_decoder(small_spec("llama", head_dim=64, max_length=160), seed=7)
-    engine = native(model, "cuda", max_batch=8)
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=9)
-    (first,) = generate(engine, [Request([1, 2, 3], greedy, seed=0, keep=True)])[0]
-    engine.reset_stats()
-    (more,) = generate(engine, [Request([4, 5], greedy, seed=1, continues=first.handle)])[0]
-    assert engine.stats.prefill_tokens == 3
-    whole = [1, 2, 3, *first.token_ids, 4, 5]
-    (again,) = generate(native(model, "cuda", max_batch=8), [Request(whole, greedy, seed=1)])[0]
-    assert more.token_ids == again.token_ids
-    seen: list[int] = []
-    bad = [Request([], greedy, seed=0, name="nothing"), Request([1, 2, 3], greedy, seed=0)]
-    consumer = Consumer(engine, on_token=lambda request, sample, token: seen.append(token))
-    consumer.run(bad)
-    assert "nothing" in consumer.errors[0] and consumer.finished[1, 0].token_ids == first.token_ids == seen
-
-
 def test_losses_of_every_recipe_run_on_cuda() -> None:
     from assay.algos import RECIPES, LossBatch
 

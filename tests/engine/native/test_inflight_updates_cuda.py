@@ -25,7 +25,7 @@ from assay.engine import NativeEngine, Request, SamplingParams, generate, make_e
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
-from assay.types import Completion, Finish, UserError
+from assay.types import Completion, UserError
 
 pytestmark = pytest.mark.gpu
 
@@ -89,45 +89,6 @@ def assert_same_samples(
 
 
 # -- requests
-
-
-@pytest.mark.parametrize("cache", [0, 200])
-def test_streams_equal_completions(cache: int) -> None:
-    """Also with stop strings, behind which the device goes on, and with preemptions."""
-    engine, requests = native(weights(0), cache=cache), asked(stream=True)
-    recorder, ids = Recorder(), add_all(engine, requests)
-    run(engine, recorder)
-    for _, key, completion in groups_of(requests, recorder.completions, ids):
-        assert recorder.streamed(*key) == (completion.token_ids, completion.engine_logprobs)
-    assert any(completion.finish is Finish.STOP for completion in recorder.group(ids[3]))
-    assert not cache or engine.stats.preemptions > 0
-    expected = generate(native(weights(0)), asked())
-    assert_same_samples(requests, [recorder.group(request_id) for request_id in ids], expected)
-    assert_nothing_left(engine)
-
-
-@pytest.mark.parametrize("rows", [4, 16])
-def test_abort_frees_rows_and_blocks_and_leaves_others_unchanged(rows: int) -> None:
-    requests, recorder, engine = asked(stream=True), Recorder(), native(weights(0), max_batch=rows)
-    ids = add_all(engine, requests)
-    for _ in range(4):
-        recorder.record(engine.step(wait=False))
-    engine.abort([ids[0], (ids[4], 1)])
-    seen = {key: len(chunks) for key, chunks in recorder.chunks.items()}
-    finished = set(recorder.completions)
-    aborted = {(ids[0], 0), (ids[0], 1), (ids[0], 2), (ids[4], 1)} - finished
-    assert aborted
-    run(engine, recorder)
-    assert not aborted & set(recorder.completions)
-    assert all(len(recorder.chunks[key]) == seen.get(key, 0) for key in aborted)
-    expected = generate(native(weights(0)), asked())
-    for request, key, group in ((r, i, g) for r, i, g in zip(requests, ids, expected, strict=True)):
-        for sample in range(request.params.n):
-            if (key, sample) not in aborted:
-                ours, theirs = recorder.completions[key, sample].token_ids, group[sample].token_ids
-                model = decoder(0, torch.float64, SPEC)
-                assert_same_up_to_ties(model, request, sample, ours, theirs, TIES[torch.float32])
-    assert_nothing_left(engine)
 
 
 def test_an_interrupted_step_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,22 +205,6 @@ def assert_scores(logits: torch.Tensor, completion: Completion, request: Request
     logprobs = (logits / params.temperature).log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(completion.engine_logprobs, dtype=torch.float64), expected, rtol=0, atol=FLOAT32)
-
-
-@pytest.mark.parametrize("kv", KV)
-def test_requests_added_after_an_update_never_use_prefixes_of_earlier_weights(kv: str) -> None:
-    engine, recorder = native(weights(0), kv=kv), Recorder()
-    prompt, params = [(5 * j + 1) % 61 for j in range(70)], SamplingParams(n=2, max_new_tokens=40)
-    engine.add(Request(prompt, params, seed=1))
-    for _ in range(4):
-        recorder.record(engine.step(wait=False))
-    engine.update_weights(weights(1), 1)
-    later = [Request(prompt, params, seed=2), Request([*prompt[:48], 3], params, seed=3)]
-    ids = add_all(engine, later)
-    run(engine, recorder)
-    groups = [recorder.group(request_id) for request_id in ids]
-    assert_same_samples(later, groups, generate(native(weights(1)), later), version=1)
-    assert all(completion.versions == ((1, len(completion.token_ids)),) for group in groups for completion in group)
 
 
 @pytest.mark.parametrize("kv", KV)

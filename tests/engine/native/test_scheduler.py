@@ -466,7 +466,7 @@ def test_random_requests_use_the_right_blocks(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000)
+@settings(max_examples=2000)
 @given(cases)
 def test_many_random_requests_use_the_right_blocks(case: Case) -> None:
     run(case)

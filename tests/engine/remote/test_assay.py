@@ -206,7 +206,7 @@ def test_training_gives_the_same_bits_as_the_native_engine(tmp_path: Path) -> No
     (tmp_path / "reward.py").write_text(
         "def reward(completion, answer):\n    return sum(map(ord, completion)) % 4 / 3\n"
     )
-    small = ["--sft.steps=8", "--train.steps=3", "--eval.examples=8", "--eval.final_examples=8", "--device=cpu"]
+    small = ["--sft.steps=2", "--train.steps=2", "--eval.examples=4", "--eval.final_examples=4", "--device=cpu"]
     small += [f"--reward.function={tmp_path}/reward.py:reward", "--reward.workers=0"]
     words = ["train", str(ROOT / "configs" / "demo.toml"), f"--runs_dir={tmp_path}", *small]
     assert main([*words, "--name=native", "--engine.name=native"]) == 0
@@ -218,9 +218,9 @@ def test_training_gives_the_same_bits_as_the_native_engine(tmp_path: Path) -> No
         return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
 
     ours, theirs = metrics("assay"), metrics("native")
-    assert ours == theirs and {line["step"] for line in ours} >= {1, 2, 3}
+    assert ours == theirs and {line["step"] for line in ours} >= {1, 2}
     assert all(line["optim/grad_norm"] > 0 for line in ours if line.get("optim/lr") and line["step"])
-    weights = [next((tmp_path / name / "checkpoints").glob("*3/model/*.safetensors")) for name in ("assay", "native")]
+    weights = [next((tmp_path / name / "checkpoints").glob("*2/model/*.safetensors")) for name in ("assay", "native")]
     first, second = map(load_file, weights)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 

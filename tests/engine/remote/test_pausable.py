@@ -42,15 +42,6 @@ def test_the_engine_satisfies_the_interface(backend: str) -> None:
 
 
 @both
-def test_log_probabilities_are_those_of_the_policy_at_the_sampling_temperature(backend: str) -> None:
-    with connected(backend, FAKES[backend](POLICY, decode)) as (engine, _):
-        params = SamplingParams(n=4, temperature=0.7, max_new_tokens=6)
-        for completion in generate(engine, [Request(PROMPT, params, seed=1)])[0]:
-            expected = logprobs_of(POLICY, completion.token_ids, 0.7)
-            assert torch.allclose(torch.tensor(completion.engine_logprobs), expected, atol=1e-5)
-
-
-@both
 def test_tokens_after_a_stop_string_are_removed(backend: str) -> None:
     fake = FAKES[backend](POLICY, decode)
     sample = fake.sample

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +33,7 @@ from processes import start
 
 from assay.config import RemoteEngineConfig
 from assay.engine.base import Request, RequestError
-from assay.engine.client import EngineClient, SentRequest, connect, generate, run_sync
+from assay.engine.client import EngineClient, connect, generate, run_sync
 from assay.engine.remote.base import Ranks
 from assay.engine.sequence import Job
 from assay.mesh import Mesh, init_mesh
@@ -74,7 +74,8 @@ def test_every_sample_of_every_request_gets_its_own_tokens(kind: type[EchoEngine
         assert sum(sent) == (120 if kind is EchoEngine else 40) and min(sent) > 0
 
 
-def test_requests_are_spread_over_servers_by_unfinished_samples() -> None:
+def held() -> tuple[Callable[[str, Any], Answer], threading.Event]:
+    """Answers of a server that samples when the event is set."""
     release = threading.Event()
 
     def slow(path: str, body: Any) -> Answer:
@@ -82,6 +83,11 @@ def test_requests_are_spread_over_servers_by_unfinished_samples() -> None:
             release.wait(30)
         return echo(path, body)
 
+    return slow, release
+
+
+def test_requests_are_spread_over_servers_by_unfinished_samples() -> None:
+    slow, release = held()
     with engine_on(slow, slow) as (engine, servers):
         with sampling(engine, requests(6)) as results:
             until(lambda: sum(server.paths().count("/generate") for server in servers) == 18)
@@ -91,13 +97,7 @@ def test_requests_are_spread_over_servers_by_unfinished_samples() -> None:
 
 
 def test_at_most_max_batch_requests_per_server_are_sent_at_once() -> None:
-    release = threading.Event()
-
-    def slow(path: str, body: Any) -> Answer:
-        if path == "/generate":
-            release.wait(30)
-        return echo(path, body)
-
+    slow, release = held()
     with engine_on(slow, options=options(max_batch=4)) as (engine, servers):
         with sampling(engine, requests(10)) as results:
             until(lambda: servers[0].paths().count("/generate") == 4)
@@ -202,20 +202,6 @@ def test_ctrl_c_ends_the_work_and_closes_the_connections() -> None:
         until(lambda: engine.servers[0].running == 0)
         release.set()
         until(lambda: released == [True])
-
-
-def test_requests_of_one_iteration_of_the_event_loop_are_passed_to_the_engine_together() -> None:
-    together: list[int] = []
-
-    class Counting(EchoEngine):
-        def serve(self, requests: Sequence[SentRequest]) -> None:
-            together.append(len(requests))
-            super().serve(requests)
-
-    with engine_on(kind=Counting) as (engine, _):
-        generate(engine, requests(5))
-        generate(engine, requests(3))
-        assert together == [5, 3]
 
 
 def test_a_blocking_call_in_the_thread_of_the_servers_is_refused() -> None:
@@ -323,13 +309,6 @@ def test_errors_of_a_caller_are_raised() -> None:
 
 def refuse() -> None:
     raise UserError("no server")
-
-
-def test_a_single_process_does_everything() -> None:
-    ranks = Ranks(None)
-    assert ranks.leads and ranks.is_main and ranks.on_main(lambda: 1) == ranks.from_leader(lambda: 1) == 1
-    with pytest.raises(UserError, match="no server"):
-        ranks.on_leaders(refuse)
 
 
 def share(mesh: Mesh, folder: Path) -> None:

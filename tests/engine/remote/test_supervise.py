@@ -267,7 +267,7 @@ def test_cancelled_requests_of_a_retired_server_are_not_sent_again() -> None:
         assert sum(fake.http.paths().count("/generate") for fake in fakes) == 12  # type: ignore[union-attr]
 
 
-def test_random_faults_lose_and_double_nothing(until_s: float = 4.0) -> None:
+def test_random_faults_lose_and_double_nothing(until_s: float = 2.0) -> None:
     """Faults of all kinds at random times, on two of three servers; requests and updates all the while."""
     kinds = ["drops connections", "hangs", "garbage", "restarted", "fails", "unhealthy"]
     draw, stop, injected = random.Random(0), threading.Event(), [0]
@@ -298,7 +298,7 @@ def test_random_faults_lose_and_double_nothing(until_s: float = 4.0) -> None:
             fake.set("")
         until(lambda: not any(fake.fault for fake in fakes))
         engine.update_weights(POLICY, version + 1)
-        assert injected[0] > 20 and engine.failures > 3
+        assert injected[0] > 10 and engine.failures > 3
         assert states(engine) == ["serving"] * 3
         assert sum("serves again" in line for line in lines) == sum("has failed" in line for line in lines)
 

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.engine.base import Failed, Finished, Request, SamplingParams, TokenChunk
@@ -20,6 +20,7 @@ VERSIONS = st.integers(0, (1 << 63) - 1)
 HUGE = 10**400  # larger than any float
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 2**31 - 1)), SEEDS, FINITE, st.text(max_size=20), st.booleans())
 def test_requests_are_the_same_after_json(ids: list[int], seed: int, number: float, text: str, stream: bool) -> None:
     params = SamplingParams(
@@ -29,6 +30,7 @@ def test_requests_are_the_same_after_json(ids: list[int], seed: int, number: flo
     assert request_from_json(json.loads(json.dumps(request_to_json(request)))) == request
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), FINITE, FINITE), min_size=2), st.floats(0, 1), VERSIONS)
 def test_events_are_the_same_after_json(tokens: list[tuple[int, float, float]], number: float, version: int) -> None:
     ids, engine, sampling = ([row[column] for row in tokens] for column in range(3))

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.runner import Runner
-from assay.engine.running_batch import LOG_STEPS, Rows
-from assay.engine.sampler import BLOCK, GOLDEN, MULTIPLIERS
+from assay.engine.sampler import BLOCK, GOLDEN, LOG_STEPS, MULTIPLIERS, Rows
 from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
 from assay.models.spec import BlockDesign, ModelSpec
 

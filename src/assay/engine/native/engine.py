@@ -27,7 +27,7 @@ from assay.engine.native.kv_cache import Blocks, cache_blocks, new_cache
 from assay.engine.native.network import FusedDecoder, Operations, TorchOperations, TritonOperations
 from assay.engine.native.runner import GraphRunner, Runner
 from assay.engine.native.scheduler import Lockstep, Plan, Scheduler, min_over_ranks
-from assay.engine.running_batch import LOG_STEPS, Rows, StepOutput
+from assay.engine.sampler import LOG_STEPS, Rows, StepOutput
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
 from assay.models.decoder import rope_tables
 from assay.models.device import uses_triton

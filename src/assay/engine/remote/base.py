@@ -3,7 +3,7 @@
 A `ServerClient` passes requests to the event loop of the engine. A task per sample sends an HTTP request to the server
 with the fewest unfinished samples, and resolves the sample's future; if the future is cancelled, the task is cancelled,
 which closes the connection. Sampling changes nothing on the server: a request whose connection is lost is sent again,
-to another server if there is one. `supervise` describes what happens to a server that fails.
+to another server if there is one. `SupervisedServers` describes what happens to a server that fails.
 
 A backend derives from `RemoteEngine` and implements `_check_server`, `_sample` and `_publish`; the other methods whose
 names begin with an underscore have defaults.
@@ -36,19 +36,20 @@ from assay.engine.base import Capabilities, EngineInfo, EngineOptions, RequestEr
 from assay.engine.client import SentRequest, ServerEngine
 from assay.engine.native.tensor_parallel import NO_TIMEOUT, new_cpu_group
 from assay.engine.remote.http import (
+    JOIN_S,
     Server,
     ServerBusy,
     ServerError,
     ServerFailed,
     ServerState,
     ServerUnreachable,
+    SupervisedServers,
     allowed_connections,
 )
 from assay.engine.remote.launch import LaunchedServers, SaveTokenizer
-from assay.engine.remote.supervise import JOIN_S, SupervisedServers
 from assay.engine.remote.transport import FolderTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
-from assay.mesh import waiting
+from assay.mesh import gathered, shared_result
 from assay.models.base import PolicyModel
 from assay.system.openai_client import key_of
 from assay.types import Completion, UserError
@@ -70,23 +71,17 @@ class Ranks:
 
     def from_leader(self, work: Callable[[], T]) -> T:
         """Call `work` on the first rank of the tensor-parallel group; all its ranks get the result or `UserError`."""
-        return self._shared(work, self.leads, self.group)
+        return work() if self.group is None else shared_result(work, self.group)
 
     def on_main(self, work: Callable[[], T], meanwhile: Callable[[], None] = lambda: None) -> T:
         """Call `work` on the main rank and `meanwhile` on all others; all get the result or `UserError`."""
         if not self.is_main:
             meanwhile()
-        return self._shared(work, self.is_main, self.world)
+        return work() if self.world is None else shared_result(work, self.world)
 
     def union_of_leaders(self, values: Iterable[str]) -> set[str]:
         """The values of the first ranks of all groups, on all ranks."""
-        own = set(values) if self.leads else set()
-        if self.world is None:
-            return own
-        sets: list[Any] = [None] * self.world.size()
-        with waiting():
-            dist.all_gather_object(sets, own, group=self.world)
-        return set().union(*sets)
+        return set[str]().union(*self._gathered(list(values) if self.leads else []))
 
     def barrier(self) -> None:
         if self.world is not None:
@@ -100,28 +95,11 @@ class Ranks:
                 work()
             except UserError as raised:
                 error = raised
-        errors: list[Any] = [error]
-        if self.world is not None:
-            errors = [None] * self.world.size()
-            with waiting():
-                dist.all_gather_object(errors, error, group=self.world)
-        if first := next((one for one in errors if one is not None), None):
+        if first := next((raised for raised in self._gathered(error) if raised is not None), None):
             raise first
 
-    def _shared(self, work: Callable[[], T], here: bool, group: dist.ProcessGroup | None) -> T:
-        if group is None:
-            return work()
-        outcome: list[Any] = [None, None]
-        if here:
-            try:
-                outcome[0] = work()
-            except UserError as error:
-                outcome[1] = error
-        with waiting():
-            dist.broadcast_object_list(outcome, group=group, group_src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+    def _gathered(self, item: T) -> list[T]:
+        return [item] if self.world is None else gathered(item, self.world)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ Engine nodes are hosts that only generate and share a folder with the trainer. E
 - `state-N-K.json`: written by the node: the last of these starts, and how the server ended.
 - `weights/`: written by the trainer during weight updates.
 
-As on its own host, only the trainer decides when a server is started again (see `supervise`).
+As on its own host, only the trainer decides when a server is started again (see `SupervisedServers`).
 """
 
 from __future__ import annotations

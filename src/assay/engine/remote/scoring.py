@@ -9,12 +9,21 @@ from typing import Any
 import numpy as np
 
 from assay.config import ReferenceServerConfig
-from assay.engine.remote.http import logprob_problem
 from assay.engine.remote.wire import FLOATS, IDS, pack, unpack
 from assay.system.openai_client import Endpoint
-from assay.types import UserError
+from assay.types import UserError, excerpt
 
 TOKENS = 1 << 16  # per request, unless a sequence is longer
+ROUNDING = 1e-3  # largest log-probability above 0: in float32, the rounding error of logits up to 1,000 is below 1e-4
+LOWEST = -1e30  # log-probabilities of sampled tokens are larger
+
+
+def logprob_problem(values: Any, count: int) -> str:
+    """What is wrong with log-probabilities that a server returned; empty if there are `count` valid ones."""
+    if not isinstance(values, list) or len(values) != count:
+        return f"not one log-probability for each of {count} tokens"
+    invalid = [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]
+    return f"the log-probability {excerpt(str(invalid[0]), 30)}, which is not a number up to 0" if invalid else ""
 
 
 def rms_gap(scores: np.ndarray, others: np.ndarray) -> float:

@@ -46,17 +46,16 @@ def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -
 @pytest.mark.parametrize(
     ("family", "splits", "layers", "steps"),
     [
-        ("qwen3", 1, 1, 2),
-        pytest.param("qwen2", 1, 2, 5, marks=pytest.mark.slow),
-        pytest.param("qwen3", 1, 2, 5, marks=pytest.mark.slow),
-        pytest.param("llama", 2, 2, 5, marks=pytest.mark.slow),
-        *(pytest.param(family, splits, 3, 5, marks=pytest.mark.slow) for family in UNUSUAL_SPECS for splits in (1, 2)),
+        ("qwen3", 1, 1, 1),
+        pytest.param("qwen2", 1, 2, 4, marks=pytest.mark.slow),
+        pytest.param("llama", 2, 2, 3, marks=pytest.mark.slow),
+        *(pytest.param(family, 1 + i % 2, 2, 2, marks=pytest.mark.slow) for i, family in enumerate(UNUSUAL_SPECS)),
     ],
 )
 def test_decoding_in_kernels_equals_decoding_in_torch(family: str, splits: int, layers: int, steps: int) -> None:
     """With one split, rows that begin with the same blocks form a prefix group."""
     model = small_decoder(UNUSUAL_SPECS.get(family) or small_spec(family, layers=layers), seed=3)
-    plain = SamplingParams(n=4, temperature=1.1, max_new_tokens=steps, stop_token_ids=(1, 2))
+    plain = SamplingParams(n=2, temperature=1.1, max_new_tokens=steps, stop_token_ids=(1, 2))
     kinds = [
         plain,
         replace(plain, n=1, temperature=0.0),

@@ -26,7 +26,7 @@ def assert_near(value: Tensor, expected: Tensor, roundings: int = 1) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [8, 12, 576, 896, 1536, 4096])
+@pytest.mark.parametrize("size", [12, 896, 4096])
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     x, weight = 3 * normal(3, size, dtype=dtype), normal(size, dtype=dtype, seed=1)
     x[1] *= 1e-3  # so small that eps counts
@@ -38,7 +38,7 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [12, 1024, 1536])
+@pytest.mark.parametrize("size", [12, 1536])
 def test_gated(size: int, dtype: torch.dtype) -> None:
     gate_up = 5 * normal(3, 2 * size, dtype=dtype)
     gate_up[0, :2] = torch.tensor([-120.0, 120.0])  # where a careless exponential overflows
@@ -75,26 +75,47 @@ def turned(
     return torch.cat((done, rest), dim=-1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"),
-    [(14, 2, 64), (3, 3, 80), (6, 2, 96), (7, 1, 128), (2, 1, 8), (4, 2, 12), (1, 1, 16)],
+    ("heads", "kv_heads", "size", "rotated", "norm", "offset", "interleaved", "dtype"),
+    [
+        (14, 2, 64, 64, False, 0.0, False, torch.bfloat16),
+        (3, 3, 80, 80, True, 0.0, False, torch.float32),
+        (7, 1, 128, 128, True, 0.0, False, torch.bfloat16),
+        (2, 1, 8, 8, False, 0.0, False, torch.float32),
+        (4, 2, 12, 12, True, 0.0, False, torch.float32),
+        (3, 2, 64, 64, True, 1.0, False, torch.bfloat16),  # Gemma 3
+        (3, 2, 256, 256, True, 1.0, False, torch.float32),
+        (3, 2, 128, 64, False, 0.0, True, torch.float32),  # GLM-4
+        (3, 2, 96, 96, False, 0.0, True, torch.bfloat16),
+        (3, 2, 128, 96, False, 0.0, False, torch.float32),  # Phi-4-mini
+        (3, 2, 12, 2, False, 0.0, False, torch.bfloat16),
+    ],
 )
-def test_rope_store(heads: int, kv_heads: int, size: int, norm: bool, dtype: torch.dtype) -> None:
+def test_rope_store(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotated: int,
+    norm: bool,
+    offset: float,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> None:
     blocks, eps = 5, 1e-3
     qkv = normal(4, (heads + 2 * kv_heads) * size, dtype=dtype)
     positions = torch.tensor([3, 0, 199, 17], device=DEVICE)
     slots = torch.tensor([blocks * BLOCK_SIZE - 1, -1, 0, 2 * BLOCK_SIZE + 6], device=DEVICE)
     q_norm, k_norm = (normal(size, dtype=dtype, seed=seed) if norm else None for seed in (1, 2))
     before = normal(2, kv_heads, blocks, BLOCK_SIZE, size, dtype=dtype, seed=3)
-    cache, rotations = before.clone(), rope_table(size)
-    q = rope_store(qkv, positions, slots, rotations, q_norm, k_norm, eps, cache)
-
+    cache, rotations = before.clone(), rope_table(rotated)
+    q = rope_store(
+        *(qkv, positions, slots, rotations, q_norm, k_norm, eps, cache), offset=offset, interleaved=interleaved
+    )
     parts = qkv.view(4, -1, size).split([heads, kv_heads, kv_heads], dim=1)
-    keys = turned(parts[1], k_norm, eps, positions, rotations)
+    layout = positions, rotations, offset, interleaved
+    keys = turned(parts[1], k_norm, eps, *layout)
     roundings = 4 if norm else 1  # the norm rounds twice more, and turning mixes two numbers of a head
-    assert_near(q, turned(parts[0], q_norm, eps, positions, rotations), roundings)
+    assert_near(q, turned(parts[0], q_norm, eps, *layout), roundings)
     new, old = cache.view(2, kv_heads, -1, size), before.view(2, kv_heads, -1, size)
     used = [0, 2, 3]
     assert_near(new[0][:, slots[used]], keys[used].transpose(0, 1), roundings)
@@ -102,37 +123,6 @@ def test_rope_store(heads: int, kv_heads: int, size: int, norm: bool, dtype: tor
     others = torch.ones(blocks * BLOCK_SIZE, dtype=torch.bool, device=DEVICE)
     others[slots[used]] = False
     assert torch.equal(new[:, :, others], old[:, :, others])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("size", "rotated", "norm", "offset", "interleaved"),
-    [
-        (64, 64, True, 1.0, False),  # Gemma 3
-        (256, 256, True, 1.0, False),
-        (96, 96, False, 0.0, True),
-        (128, 64, False, 0.0, True),  # GLM-4
-        (128, 96, False, 0.0, False),  # Phi-4-mini
-        (12, 2, False, 0.0, False),
-    ],
-)
-def test_rope_store_of_other_layouts(
-    size: int, rotated: int, norm: bool, offset: float, interleaved: bool, dtype: torch.dtype
-) -> None:
-    heads, kv_heads, eps = 3, 2, 1e-3
-    qkv = normal(4, (heads + 2 * kv_heads) * size, dtype=dtype)
-    positions, slots = torch.tensor([3, 0, 199, 17], device=DEVICE), torch.arange(4, device=DEVICE)
-    q_norm, k_norm = (normal(size, dtype=dtype, seed=seed) if norm else None for seed in (1, 2))
-    cache, rotations = normal(2, kv_heads, 1, BLOCK_SIZE, size, dtype=dtype, seed=3), rope_table(rotated)
-    q = rope_store(
-        *(qkv, positions, slots, rotations, q_norm, k_norm, eps, cache), offset=offset, interleaved=interleaved
-    )
-    parts = qkv.view(4, -1, size).split([heads, kv_heads, kv_heads], dim=1)
-    roundings = 4 if norm else 1
-    layout = positions, rotations, offset, interleaved
-    assert_near(q, turned(parts[0], q_norm, eps, *layout), roundings)
-    assert_near(cache[0, :, 0, :4], turned(parts[1], k_norm, eps, *layout).transpose(0, 1), roundings)
-    assert torch.equal(cache[1, :, 0, :4], parts[2].transpose(0, 1))
 
 
 def test_rope_store_of_nothing_stored_leaves_the_cache_alone() -> None:
@@ -169,15 +159,3 @@ def test_start_step(n: int, block_size: int) -> None:
     found = torch.stack([positions, lengths.long(), slots, ids], dim=1).tolist()
     assert found[:n] == expected
     assert found[n:] == [[-7] * 4] * 2, "rows beyond n were written"
-
-
-def test_start_step_of_a_part_of_wider_tables() -> None:
-    ints = torch.zeros(3, WIDTH + 5, dtype=torch.int64, device=DEVICE)
-    ints[:, Column.POSITION], ints[:, Column.TOKEN] = torch.tensor([0, 5, 37]), torch.tensor([8, 9, 7])
-    tables = torch.arange(30, dtype=torch.int32, device=DEVICE).view(3, 10)
-    positions, slots, ids = (torch.empty(3, dtype=torch.int64, device=DEVICE) for _ in range(3))
-    lengths = torch.empty(3, dtype=torch.int32, device=DEVICE)
-    start_step(ints[:, :WIDTH], tables[:, :4], 3, 16, positions, lengths, slots, ids)
-    assert slots.tolist() == [0, 10 * 16 + 5, 22 * 16 + 5]
-    assert ids.tolist() == [8, 9, 7]
-    assert lengths.tolist() == [1, 6, 38]
