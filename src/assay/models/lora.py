@@ -132,7 +132,7 @@ def dequantize_layers(network: nn.Module) -> None:
         network.set_submodule(name, plain_linear(layer, nn.Parameter(layer.weight, requires_grad=False)))
 
 
-def plain_linear(layer: nn.Linear, weight: nn.Parameter) -> nn.Linear:
+def plain_linear(layer: nn.Linear, weight: Tensor) -> nn.Linear:
     """A plain layer with this weight, and the bias of `layer`."""
     plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     plain.weight, plain.bias = weight, layer.bias
