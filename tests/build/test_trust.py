@@ -98,6 +98,22 @@ def test_a_foreign_run_imports_nothing_without_consent(command: str, settings: s
     assert len(error.splitlines()) == 1 and not gift.ran
 
 
+@pytest.mark.parametrize("key", ["algo.advantage", "algo.terms", "engine.name"])
+def test_losses_and_engines_of_a_foreign_run_are_not_imported(key: str, make_gift, capsys) -> None:
+    task = 'task = {{name = "abacus", args = {{train_size = 9, eval_size = 9}}}}'
+    gift = make_gift(f'{task}\n{key} = "{{file}}:reward"')
+    assert gift("train") == 2
+    error = capsys.readouterr().err
+    assert str(gift.file) in error and "--trust" in error and not gift.ran
+
+
+def test_remote_code_of_a_foreign_runs_model_needs_consent(tmp_path: Path, capsys) -> None:
+    gift = Gift(tmp_path, 'task = "abacus"')
+    (gift.folder / "config.toml").write_text('task = "abacus"\n[model]\nsource = "x/y"\ntrust_remote_code = true\n')
+    assert gift("train") == 2
+    assert "trust_remote_code" in (error := capsys.readouterr().err) and "--trust" in error
+
+
 def test_chat_imports_a_foreign_runs_task_only_when_asked_for_it(make_gift) -> None:
     gift = make_gift(SETTINGS["task"])
     assert gift("chat", "--prompt", "/task") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import resource
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -260,7 +261,6 @@ def test_an_error_of_the_engine_fails_the_requests_in_flight_and_later_ones_are_
         assert metric_of(server.url, "assay_active_samples") == 0
 
 
-CLIENTS = 100
 PARAMS = SamplingParams(max_new_tokens=12, stop_token_ids=renderer().stop_token_ids)
 
 
@@ -279,12 +279,15 @@ async def ask(client: httpx.AsyncClient, prompt: str, seed: int) -> list[int]:
     return [token for choice in choices for token in choice.get("token_ids", [])]
 
 
-def test_a_hundred_concurrent_requests_get_their_own_answers() -> None:
-    prompts = [f"{number:04d}: {number * number}" for number in range(CLIENTS)]
+@pytest.mark.parametrize("clients", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_concurrent_requests_get_their_own_answers(clients: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))  # both ends are in this process
+    prompts = [f"{number:04d}: {number * number}" for number in range(clients)]
     engine = make_engine("native", tiny_model(), device="cpu", dtype=torch.float32)
     requests = [Request(byte_tokenizer().encode(prompt), PARAMS, seed) for seed, prompt in enumerate(prompts)]
     expected = [one.token_ids for (one,) in generate(engine, requests)]
-    assert len(set(map(tuple, expected))) > 0.95 * CLIENTS  # so that mixed up answers would be noticed
+    assert len(set(map(tuple, expected))) > 0.95 * clients  # so that mixed up answers would be noticed
 
     async def all_at_once(url: str) -> list[Any]:
         limits = httpx.Limits(max_connections=None)
@@ -298,7 +301,7 @@ def test_a_hundred_concurrent_requests_get_their_own_answers() -> None:
         until(lambda: metric_of(server.url, "assay_kv_blocks_used") == 0)
         for name in ("assay_active_samples", "assay_running_sequences", "assay_waiting_requests"):
             assert metric_of(server.url, name) == 0
-        assert metric_of(server.url, 'assay_requests_total{endpoint="completions",status="200"}') == CLIENTS
+        assert metric_of(server.url, 'assay_requests_total{endpoint="completions",status="200"}') == clients
 
 
 TEXT = 'né "木"\n'

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 from learner_parts import CHANGES, algorithm, credit, critic, updater
+from processes import start
+from torch import Tensor
 from train_parts import cramped, full_logprobs, give_logprobs, make_turn, tiny_decoder, tokens, weights_of
 
-from assay.algos import Scorers, make_algorithm
+from assay.algos import Algorithm, Scorers, make_algorithm
+from assay.mesh import Mesh
 from assay.training.learner.pack import Row
 from assay.types import Group, Prompt, Rollout, Status, Turn, Verdict
 
@@ -175,3 +178,30 @@ def test_a_step_that_no_other_is_compared_with_has_advantage_0() -> None:
     assert any(rollout.learns for rollout in groups[1].rollouts)
     make_algorithm("reinforce", advantage="none", step_credit=True).credit(groups)
     assert alone.token_advantages == [alone.turns[1].reward] * alone.turns[1].trained
+
+
+def learnt(mesh: Mesh, algo: Algorithm) -> tuple[list[dict[str, float]], Tensor]:
+    reference = tiny_decoder(seed=9).requires_grad_(False)
+    trained = updater(algo, token_budget=40, mesh=mesh)
+    trained.reference = reference
+    own = replace(critic(40), mesh=mesh) if algo.needs.values else None
+    found = []
+    for step in range(2):
+        groups = episodes(seed=step)
+        told = algo.credit(groups, Scorers(partial(trained.ref_logprobs, algo=algo), own.values if own else None))
+        found.append(told | trained.update(groups, algo, 1e-2) | (own.learn(groups) if own else {}))
+    return found, weights_of(trained.policy)
+
+
+def check_ranks(mesh: Mesh) -> None:
+    for recipe, settings in (("grpo", {"step_credit": True, "kl_coef": 0.2}), ("ppo", {"updates": 2})):
+        algo = make_algorithm(recipe, reward_kl_coef=0.1, **settings)
+        (metrics, weights), (alone, expected) = learnt(mesh, algo), learnt(Mesh(), algo)
+        for row, other in zip(metrics, alone, strict=True):
+            assert row == pytest.approx(other, rel=0, abs=1e-9) and row["optim/grad_norm"] > 0.01
+        assert (weights - expected).abs().max() < 1e-9
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_the_same_as_one_process() -> None:
+    start(2, check_ranks)
