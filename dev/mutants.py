@@ -43,7 +43,7 @@ AREAS = {  # files of the source, and their tests
     "scheduler": (
         "assay/engine/native/scheduler.py",
         ["engine/native/test_scheduler.py"]
-        + [f"engine/test_{name}.py" for name in ("added_while_running", "continuations", "failed_requests")],
+        + [f"engine/test_{name}.py" for name in ("continuations", "failed_requests", "in_process")],
     ),
     "rewards": ("assay/rewards", ["rewards"]),
 }
