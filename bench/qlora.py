@@ -31,7 +31,8 @@ from assay.bench.workload import SHAPES, random_model
 from assay.models import Decoder, Lora, ModelSpec
 from assay.models.decoder import rope_tables
 from assay.models.device import pick_device
-from assay.models.lora import ALL, NF4Linear, quantize, targeted
+from assay.models.lora import ALL, targeted
+from assay.models.quantize import NF4Linear, quantize
 from assay.training.progress import RunState
 
 SEVEN = replace(  # Qwen2.5 7B

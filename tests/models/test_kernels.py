@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from assay.models import logprobs
-from assay.models.lora import NF4, dequantize, quantize, value_table
+from assay.models.quantize import NF4, dequantize, quantize, value_table
 
 pytest.importorskip("triton")
 from assay.models import kernels

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.models import HFModel, Lora, PolicyModel, load_adapter, load_model, save_adapter, save_model
 from assay.models.base import fingerprint
-from assay.models.lora import BLOCK, quantized_layers
+from assay.models.quantize import BLOCK, quantized_layers
 from assay.types import UserError
 
 IDS, LENGTHS = torch.randint(61, (30,), generator=torch.Generator().manual_seed(0)), [11, 4, 15]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from assay.models.lora import BLOCK, NF4, NF4Linear, dequantize, quantize, quantize_layers
+from assay.models.quantize import BLOCK, NF4, NF4Linear, dequantize, quantize, quantize_layers
 
 
 def nearest(weight: Tensor) -> Tensor:

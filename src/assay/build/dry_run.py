@@ -31,7 +31,7 @@ from assay.mesh import Mesh
 from assay.models import Decoder
 from assay.models.device import free_memory, pick_device, pick_dtype
 from assay.models.load import preset
-from assay.models.lora import BLOCK
+from assay.models.quantize import BLOCK
 from assay.models.spec import ModelSpec, spec_from_hf
 from assay.rollout import Collector
 from assay.runs.console import Console

@@ -9,7 +9,7 @@ from typing import Any
 from assay.algos import Algorithm, make_algorithm
 from assay.config import EnvConfig, TaskConfig, TrainConfig
 from assay.envs import Env, TaskEnv, make_env
-from assay.rewards.functions import load_object, normalized
+from assay.rewards.importing import load_object, normalized
 from assay.runs.console import Console
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts, take_in_time

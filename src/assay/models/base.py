@@ -23,15 +23,13 @@ from assay.models.lora import (
     ALL,
     Lora,
     adapted_layers,
-    dequantize_layers,
     insert_adapters,
     merged_weights,
-    quantize_layers,
-    quantized_layers,
     remove_adapters,
     targeted,
     weight_shapes,
 )
+from assay.models.quantize import dequantize_layers, quantize_layers, quantized_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,7 +2,8 @@
 
 from assay.rewards.code import CodeJudge
 from assay.rewards.extract import EXTRACTORS, extract
-from assay.rewards.functions import FunctionJudge, load_object
+from assay.rewards.functions import FunctionJudge
+from assay.rewards.importing import load_object
 from assay.rewards.judge import Judge, RewardMix, check_verdicts
 from assay.rewards.numeric import Unreadable
 from assay.rewards.pool import JudgePanel, JudgePool, Judging

@@ -26,7 +26,8 @@ from assay.engine.remote.scoring import gap_problem, rms_gap
 from assay.mesh import Mesh, local_tensor, reshard
 from assay.models import PolicyModel
 from assay.models.base import digests, fingerprint
-from assay.models.lora import NF4Linear, merged_weights, quantized_layers
+from assay.models.lora import merged_weights
+from assay.models.quantize import NF4Linear, quantized_layers
 from assay.training.learner.pack import Row
 from assay.training.learner.update import Updater
 from assay.training.parallel import is_fsdp

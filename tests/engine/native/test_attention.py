@@ -12,12 +12,12 @@ import torch
 from engine_parts import needed_library
 from torch import Tensor
 
-from assay.engine.native.compiled import CompiledAttention
-from assay.engine.native.runner import (
+from assay.engine.native.attention import (
     ChunkAttention,
     RowAttention,
     slots_of,
 )
+from assay.engine.native.compiled import CompiledAttention
 from assay.engine.native.scheduler import Chunk
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from assay.engine import NativeEngine, SamplingParams, generate, make_engine
 from assay.engine.base import copy_weights
+from assay.engine.native.attention import ChunkAttention
 from assay.engine.native.compiled import CompiledOperations
 from assay.engine.native.engine import make_operations
 from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder
-from assay.engine.native.runner import ChunkAttention
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models.base import fingerprint
