@@ -109,7 +109,11 @@ class EngineClient(ABC):
     def sampled_tokens(self, futures: Iterable[asyncio.Future[Completion]]) -> list[int]:
         """Numbers of tokens of unfinished samples so far, without those of which none is known."""
         wanted = set(futures)
-        pairs = (pair for one in self._submitted.values() for pair in zip(one.futures, one.tokens, strict=True))
+        pairs = (
+            pair
+            for submitted in self._submitted.values()
+            for pair in zip(submitted.futures, submitted.tokens, strict=True)
+        )
         return [tokens for future, tokens in pairs if tokens and future in wanted and not future.done()]
 
     def from_leader(self, work: Callable[[], T]) -> T:
@@ -181,9 +185,9 @@ class LocalClient(EngineClient):
         return futures
 
     def release(self, handles: Iterable[int | None]) -> None:
-        if own := self._kept.intersection(handles):
-            self._kept -= own
-            self.engine.release(sorted(own))
+        if kept := self._kept.intersection(handles):
+            self._kept -= kept
+            self.engine.release(sorted(kept))
 
     def disown(self) -> None:
         self._kept.clear()
@@ -335,7 +339,9 @@ class LocalClient(EngineClient):
                 self._settle(future)
                 future.set_exception(error)
                 future.exception()  # it may have no consumer: then it is not reported
-        completions = (one.result() for one in submitted.futures if not one.cancelled() and not one.exception())
+        completions = (
+            settled.result() for settled in submitted.futures if not settled.cancelled() and not settled.exception()
+        )
         self.release([completion.handle for completion in completions])
 
     def _fail_all(self, error: Exception) -> None:
@@ -501,7 +507,7 @@ class ServerClient(EngineClient):
         return list(sent.futures)
 
     def close(self) -> None:
-        for sent in [one for one in list(self.engine.sent) if one.client is self]:
+        for sent in [request for request in list(self.engine.sent) if request.client is self]:
             for future in sent.futures:
                 future.cancel()
             self._forget(sent)

@@ -177,21 +177,21 @@ class HttpServers:
         answers: dict[Server, Any] = {}
 
         async def together(servers: Sequence[Server]) -> list[Any]:
-            calls = (self.request(one, method, path, body(one), **options) for one in servers)
-            guarded = (self.guarded(one, call) for one, call in zip(servers, calls, strict=True))
+            calls = (self.request(server, method, path, body(server), **options) for server in servers)
+            guarded = (self.guarded(server, call) for server, call in zip(servers, calls, strict=True))
             return await asyncio.gather(*guarded, return_exceptions=True)
 
         asked = self.require(self.servers)
         for pause in (*PAUSES_S, 0.0):
             answers |= zip(asked, self.loop.call(together(asked)), strict=True)
-            failed = {one: answers.pop(one) for one in asked if isinstance(answers[one], BaseException)}
+            failed = {server: answers.pop(server) for server in asked if isinstance(answers[server], BaseException)}
             if not answers and (other := next((e for e in failed.values() if not is_lost(e)), None)):
                 raise other  # all servers fail: the request may be at fault
-            gone = {one: is_lost(e) and not pause for one, e in failed.items()}
+            gone = {server: is_lost(e) and not pause for server, e in failed.items()}
             asked = [
-                one
-                for one, e in failed.items()
-                if not isinstance(e, ServerError) or not self.retire(one, str(e), gone[one])
+                server
+                for server, e in failed.items()
+                if not isinstance(e, ServerError) or not self.retire(server, str(e), gone[server])
             ]
             if not asked:
                 break
@@ -226,12 +226,12 @@ class HttpServers:
                 done.set_exception(error)
 
         loop, thread = self.loop.loop, threading.Thread(target=run, name="assay-collective", daemon=True)
-        calls = [asyncio.run_coroutine_threadsafe(post(one, *request), loop) for one, request in posts.items()]
+        calls = [asyncio.run_coroutine_threadsafe(post(server, *request), loop) for server, request in posts.items()]
         thread.start()
         try:
             wait([*calls, done], return_when=FIRST_EXCEPTION)
-            for one in [call for call in calls if call.done()] + [done, *calls]:  # errors of servers are the cause
-                one.result()
+            for future in [call for call in calls if call.done()] + [done, *calls]:  # errors of servers are the cause
+                future.result()
         except BaseException:
             with suppress(Exception):
                 abort()
@@ -288,7 +288,7 @@ class HttpServers:
         """Log-probabilities of this number of tokens. Rounding errors above 0 stay, as in the native engine."""
         if problem := logprob_problem(values, count):
             raise self.garbage(problem)
-        return [float(one) for one in values]
+        return [float(value) for value in values]
 
     def garbage(self, what: str) -> ServerGarbage:
         """The error for an answer that has not the expected form."""
@@ -447,7 +447,7 @@ class SupervisedServers(HttpServers):
         scores = self.loop.call(self.guarded(server, self._score(server, sequences, temperature)))
         if len(scores) != len(sequences):
             raise self.garbage("not one list of log-probabilities per sequence")
-        return [self.valid_logprobs(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True)]
+        return [self.valid_logprobs(row, len(ids) - 1) for row, ids in zip(scores, sequences, strict=True)]
 
     def score_anywhere(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         while True:
@@ -493,13 +493,13 @@ class SupervisedServers(HttpServers):
         """
         serving = self.serving() or self.all_servers
         others = [server for server in serving if server is not avoided]
-        return min(others or serving, key=lambda one: one.running)
+        return min(others or serving, key=lambda server: server.running)
 
     def retire(self, server: Server, reason: str, gone: bool = False) -> bool:
         with self._states:
             if server.state is ServerState.RETIRED:
                 return True
-            others = [one for one in self.serving() if one is not server]
+            others = [other for other in self.serving() if other is not server]
             was_serving = server.state is ServerState.SERVING
             if self.info.version < 0:  # before the first weight update, settings may be wrong
                 return False

@@ -42,11 +42,11 @@ class FolderTransport:
 
         `dtype`: that of the servers; weights are cast to it.
         """
-        self.own = not folder
-        parent = fast_folder(needed_bytes) if self.own else None
+        self.is_temporary = not folder
+        parent = fast_folder(needed_bytes) if self.is_temporary else None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="assay-weights-", dir=parent)).absolute()
         self.dtype, self.shard_bytes = dtype, shard_bytes
-        remove = (shutil.rmtree, self.folder, True) if self.own else (lambda: None,)
+        remove = (shutil.rmtree, self.folder, True) if self.is_temporary else (lambda: None,)
         self._remove = weakref.finalize(self, *remove)  # at the latest when the process ends
 
     @contextmanager
