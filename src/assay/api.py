@@ -208,7 +208,7 @@ class Trainer(ABC):
             groups.setdefault(rollout.prompt.id, []).append(rollout)
         prompts = [group[0].prompt for group in groups.values()]
         texts = [[rollout.text for rollout in group] for group in groups.values()]
-        items = [(own, prompt.answer, judge.fields(prompt)) for own, prompt in zip(texts, prompts, strict=True)]
+        items = [(answers, prompt.answer, judge.fields(prompt)) for answers, prompt in zip(texts, prompts, strict=True)]
         for group, verdicts in zip(groups.values(), judge.judge_groups(items), strict=True):
             for rollout, verdict in zip(group, verdicts, strict=True):
                 rollout.verdict, rollout.reward = verdict, verdict.reward

@@ -290,7 +290,7 @@ class CriticCredit(CreditRule):
         """Also sets `rollout.inputs` for the loss of the critic."""
         assert scorers.values is not None, "needs.values"
         every, coef = all_rollouts(groups), self.settings.reward_kl_coef
-        costs = [None] * len(every) if ratios is None else [[coef * ratio for ratio in own] for own in ratios]
+        costs = [None] * len(every) if ratios is None else [[coef * ratio for ratio in row] for row in ratios]
         kept = [(r, cost) for r, cost in zip(every, costs, strict=True) if r.trained and not r.masked]
         rollouts = [rollout for rollout, _ in kept]
         for (rollout, cost), values in zip(kept, scorers.values(rollouts), strict=True):

@@ -422,7 +422,7 @@ def measure_episodes(work: Episodes, options: EpisodeOptions, progress: Progress
             seconds[mode].append(now(device) - start)
             facts[mode] = count(engine, rollouts[mode])
     facts[MODES[1]]["same_as_in_rounds"] = sum(
-        one.token_ids == other.token_ids for one, other in zip(*rollouts.values(), strict=True)
+        first.token_ids == second.token_ids for first, second in zip(*rollouts.values(), strict=True)
     )
     settings = {**asdict(work), **device_settings(device, dtype), "repeat": options.repeat}
     words = ["assay", "bench", "episodes", *command_options(work, options)]

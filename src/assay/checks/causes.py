@@ -162,11 +162,11 @@ def trailing(steps: Sequence[Row], symptom: Symptom) -> list[Row]:
 
 def change(before: Sequence[Row], after: Sequence[Row], name: str) -> tuple[float, float]:
     """Difference of the means of a metric, and its standard error from the differences between steps."""
-    one, other = values(before, name), values(after, name)
-    if len(one) < 2 or len(other) < 2:
+    values_before, values_after = values(before, name), values(after, name)
+    if len(values_before) < 2 or len(values_after) < 2:
         return 0.0, math.inf
-    error = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
-    return fmean(other) - fmean(one), error
+    error = math.sqrt(variance(values_before) / len(values_before) + variance(values_after) / len(values_after))
+    return fmean(values_after) - fmean(values_before), error
 
 
 @dataclass(frozen=True)

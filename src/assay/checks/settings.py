@@ -64,10 +64,10 @@ def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None)
 
     defaults = {key: field.get_default(call_default_factory=True) for key, field in keys(TrainConfig)}
     defaults |= {f"algo.{name}": value for name, value in complete_settings(cfg.algo.recipe)}
-    own = {f"algo.{name}" for name in cfg.algo.model_fields_set}
+    explicit_keys = {f"algo.{name}" for name in cfg.algo.model_fields_set}
     for reason, names in (*_unused_with_problems(cfg, task), *algo.unused(run_facts(cfg, algo))):
         for name in names:
-            is_set = name in own or not name.startswith("algo.")
+            is_set = name in explicit_keys or not name.startswith("algo.")
             if is_set and attrgetter(name)(cfg) != defaults[name]:
                 yield Diagnosis("unused_setting", f"{name} has no effect", reason)
 

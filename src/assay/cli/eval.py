@@ -284,8 +284,8 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
             paired = entry.get("paired")
             row.append(f"+{paired['gained']} -{paired['lost']}, p = {paired['p_value']:.2g}" if paired else "")
         rows.append(row)
-        for task, own in entry.get("by_task", {}).items():
-            cells = [f"- {task}", percent(own["accuracy"]), "{} to {}".format(*map(percent, own["ci95"]))]
+        for task, task_entry in entry.get("by_task", {}).items():
+            cells = [f"- {task}", percent(task_entry["accuracy"]), "{} to {}".format(*map(percent, task_entry["ci95"]))]
             rows.append([*cells, *[""] * (len(columns) - len(cells))])
     problems = plural(results[0]["n"], "problem")
     console.table(f"{results[0]['task']}, {results[0]['split']} split, {problems}", columns, rows)

@@ -295,7 +295,9 @@ def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str, r
         return
     table = [("row", "status", "parsed", "against", "parsed")]
     for entry in disagreements[:SHOWN_DISAGREEMENTS]:
-        first, second = ("-" if one is None else excerpt(one, 32) for one in (entry["parsed"], entry["against_parsed"]))
+        first, second = (
+            "-" if parsed is None else excerpt(parsed, 32) for parsed in (entry["parsed"], entry["against_parsed"])
+        )
         table.append((str(entry["row"]), entry["status"], first, entry["against_status"], second))
     print("\n".join(aligned(table)), file=sys.stderr)
     if len(disagreements) > SHOWN_DISAGREEMENTS:

@@ -271,10 +271,10 @@ def forked_filter(read_only: bool) -> list[bytes]:
     return _refusals(("fork", "vfork", "clone")) + _own_process_only(0, read_only)
 
 
-def _own_process_only(own: int, read_only: bool) -> list[bytes]:
-    rules = _conditional("kill", 0, [_step(_EQUAL, own, 1, 0)])
-    rules += _conditional("tgkill", 0, [_step(_EQUAL, own, 1, 0)])
-    rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, own, 1, 0)])
+def _own_process_only(pid: int, read_only: bool) -> list[bytes]:
+    rules = _conditional("kill", 0, [_step(_EQUAL, pid, 1, 0)])
+    rules += _conditional("tgkill", 0, [_step(_EQUAL, pid, 1, 0)])
+    rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, pid, 1, 0)])
     for name, (first, second) in _SET_OWNER.items():
         rules += _conditional(name, 1, [_step(_EQUAL, first, 1, 0), _step(_EQUAL, second, 0, 1)])
     if read_only:

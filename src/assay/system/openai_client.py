@@ -76,7 +76,7 @@ class Usage:
         names = ("prompt_tokens", "completion_tokens") if isinstance(usage, Mapping) else ()
         counts = [usage.get(name) for name in names]
         self.requests += 1
-        if not counts or not all(isinstance(one, int) and one >= 0 for one in counts):
+        if not counts or not all(isinstance(count, int) and count >= 0 for count in counts):
             self.uncounted += 1
             return None
         self.prompt_tokens += counts[0]

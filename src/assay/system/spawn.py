@@ -373,8 +373,8 @@ def reply(method: Callable[..., Any], arguments: Sequence[Any]) -> Reply:
             result = method(*arguments)
         except BaseException as raised:
             error = _portable(raised)
-    categories = [one.category if one.category.__module__ == "builtins" else UserWarning for one in caught]
-    return result, error, [(kind, str(one.message)) for kind, one in zip(categories, caught, strict=True)]
+    categories = [warning.category if warning.category.__module__ == "builtins" else UserWarning for warning in caught]
+    return result, error, [(kind, str(warning.message)) for kind, warning in zip(categories, caught, strict=True)]
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -204,10 +204,11 @@ def task_metrics(answers: Sequence[Rollout]) -> dict[str, float]:
         if label := rollout.prompt.fields.get(TASK_LABEL):
             tasks.setdefault(label, []).append(rollout)
     metrics: dict[str, float] = {}
-    for label, own in sorted(tasks.items()):
-        known = [rollout.reward for rollout in own if not rollout.failed] or [0.0]
+    for label, task_rollouts in sorted(tasks.items()):
+        known = [rollout.reward for rollout in task_rollouts if not rollout.failed] or [0.0]
         metrics[f"task/{label}/reward"] = sum(known) / len(known)
-        metrics[f"task/{label}/correct"] = sum(r.verdict is not None and r.verdict.correct for r in own) / len(own)
+        correct = [r.verdict is not None and r.verdict.correct for r in task_rollouts]
+        metrics[f"task/{label}/correct"] = sum(correct) / len(correct)
     return metrics
 
 

@@ -266,9 +266,9 @@ class ReplayBuffer:
         ages = f", mean age {self.mean_age(version):.1f}" if version is not None and rollouts else ""
         lines = [f"{len(self)} of {self.capacity} groups, {plural(len(rollouts), 'rollout')}{ages}"]
         for sampled_by, count in sorted(Counter(version_of(group) for group in self.groups).items()):
-            own = [r for group in self.groups if version_of(group) == sampled_by for r in group.rollouts]
-            mean = sum(r.reward for r in own) / len(own)
-            length = sum(r.length for r in own) / len(own)
+            version_rollouts = [r for group in self.groups if version_of(group) == sampled_by for r in group.rollouts]
+            mean = sum(r.reward for r in version_rollouts) / len(version_rollouts)
+            length = sum(r.length for r in version_rollouts) / len(version_rollouts)
             lines.append(
                 f"version {sampled_by}: {plural(count, 'group')}, mean reward {mean:.3f}, mean length {length:.1f}"
             )

@@ -254,7 +254,7 @@ def worker_died(code: int) -> UserError:
 
 def updater_fields(updater: Updater) -> dict[str, Any]:
     """The fields that every updater has."""
-    return {one.name: getattr(updater, one.name) for one in fields(Updater)}
+    return {updater_field.name: getattr(updater, updater_field.name) for updater_field in fields(Updater)}
 
 
 def pickled_with_names(content: Any, names: dict[int, tuple[Any, ...]]) -> bytes:
@@ -296,7 +296,7 @@ class UpdateWorker:
         of all ranks; None: there is one.
         """
         torch.set_num_threads(threads)  # the order of summation depends on it, and so do the results
-        self.shared = {name: SharedTensors(*one) for name, one in files.items()}
+        self.shared = {name: SharedTensors(*arguments) for name, arguments in files.items()}
         try:
             self.updater, self.algo = NameUnpickler(content, self.shared, device).load()
             self.updater.mesh = Mesh(device) if group is None else join_children(group, device)
