@@ -85,7 +85,7 @@ def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]])
 
 
 def kl_reward_to_go(whole: float, ratios: Sequence[float], coef: float) -> list[float]:
-    """Return (or advantage) of each token: that of the answer without the penalties of earlier tokens."""
+    """Return (or advantage) of each token: the return of the answer without the penalties of earlier tokens."""
     return [whole + coef * paid for paid, _ in zip(accumulate(ratios, initial=0.0), ratios, strict=False)]
 
 

@@ -59,7 +59,7 @@ CAUSES: dict[str, tuple[Severity, ...]] = {
 NO_GAIN = ("no_change", "not_significant", "few_useful_groups")  # follow from everything that keeps a run from learning
 UNSTABLE = ("kl_blow_up", "always_clipped", "entropy_collapse", "length_collapse", "length_explosion")
 NO_SIGNAL = ("truncated", "no_answer", "never_rewarded", "equal_rewards", "equal_in_groups", "too_easy")
-# Consequences of a cause, which are left out if the cause is reported. Every error also hides those of `NO_GAIN`.
+# Consequences of a cause: not reported if the cause is. Every error also hides the consequences of `NO_GAIN`.
 CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "zero_loss": (*NO_SIGNAL, "zero_advantages", "zero_gradient", "masked"),
     "judge_fails": NO_SIGNAL,
@@ -218,7 +218,7 @@ class Window:
     @property
     def improving(self) -> bool:
         """Whether rewards are higher than in the first steps by more than one standard error: then the run learns,
-        and a symptom is no reason to warn.
+        and a symptom alone does not justify a warning.
         """
         difference, error = change(self.first, self.rows, "reward/mean")
         return difference > error + 1e-6

@@ -62,7 +62,7 @@ def parse_task_request(words: Sequence[str], default_task: str) -> TaskRequest:
 class TaskQuestions:
     """Tasks by name and environments on them, created when they are first used, and their judges.
 
-    `cfg` is used for the task that it names. Other tasks use `plain`: only the user's own settings, not those of a run.
+    `cfg` is used for the task that it names. Other tasks use `plain`: only the user's own settings, not a run's.
     """
 
     def __init__(self, cfg: MeasureConfig, plain: MeasureConfig) -> None:

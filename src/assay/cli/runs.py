@@ -104,7 +104,7 @@ def plot(runs: Sequence[Run]) -> int:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """The facts of a run. Of a damaged one, those that can be read; `problems` says what cannot."""
+    """The facts of a run, as far as they can be read; `problems` says what cannot."""
     from assay.web.folder import INCOMPLETE, RunFolder
 
     facts, problems = RunFolder(run.path).facts()
@@ -374,7 +374,7 @@ def first_and_last(values: Sequence[float], share: bool) -> str:
 def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Dotted keys whose values differ between runs whose settings can be read.
 
-    The values are those of each run. None: not set, or not readable.
+    One value per run. None: not set, or not readable.
     """
     flat = [None if fact["config"] is None else flattened(fact["config"]) for fact in facts]
     known = [config for config in flat if config is not None]

@@ -34,7 +34,7 @@ Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'targ
 a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
 
 With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]. With --config, the
-task and the judge are those of a training config; options override them."""
+task and the judge come from a training config; options override them."""
 
 
 class ScoreConfig(Section):

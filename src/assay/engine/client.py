@@ -107,7 +107,7 @@ class EngineClient(ABC):
         """Abort all requests and release all kept sequences."""
 
     def sampled_tokens(self, futures: Iterable[asyncio.Future[Completion]]) -> list[int]:
-        """Numbers of tokens of unfinished samples so far, without those of which none is known."""
+        """Numbers of tokens of unfinished samples so far, without samples of which no token is known."""
         wanted = set(futures)
         pairs = (
             pair
@@ -386,7 +386,7 @@ class SentRequest(Submitted):
         return [sample for sample, future in enumerate(self.futures) if not future.done()]
 
     def start(self, samples: Iterable[int], work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Start a task that serves these samples. Its error is that of the request."""
+        """Start a task that serves these samples. If it fails, the request fails with its error."""
         task = asyncio.ensure_future(self._serve(work))
         self.tasks |= dict.fromkeys(samples, task)
         return task
@@ -438,7 +438,7 @@ class SentRequest(Submitted):
             self.futures[sample].set_result(completion)
 
     def _notify(self, work: Callable[[], None] = lambda: None) -> None:
-        """Call functions of the client's user, whose errors are those of the request."""
+        """Call functions of the client's user. If one fails, the request fails with its error."""
         try:
             work()
             self.client.after_step()
@@ -570,7 +570,7 @@ def connect(
 def run_sync(work: Coroutine[Any, Any, T], *clients: EngineClient) -> T:
     """The result of a coroutine that uses these clients, whose engines this call steps. Closes the clients.
 
-    Works in a thread that runs an event loop, too, such as that of a notebook: then another thread does the work.
+    Works in a thread that runs an event loop, too, e.g. in a notebook: then another thread does the work.
     """
     if not in_event_loop():
         return _run_here(work, clients)
@@ -634,7 +634,7 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class ClientThread:
-    """A client in a thread of its own, or in that of servers. Not strict: results depend on the clock."""
+    """A client in its own thread, or in the thread of servers. Not strict: results depend on the clock."""
 
     def __init__(self, engine: BaseEngine) -> None:
         self.client = connect(engine, strict=False, polls=True)

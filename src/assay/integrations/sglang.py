@@ -1,6 +1,6 @@
 """Generation with SGLang servers: given by URL, or started and stopped by this engine.
 
-Requests go to /generate, with token ids in both directions. The endpoints and fields are those of SGLang 0.5.17.
+Requests go to /generate, with token ids in both directions. Endpoints and fields follow SGLang 0.5.17.
 
 SGLang reports the log-probability of a sampled token after bias and temperature and before truncation by top_k, top_p
 and min_p, unless a server has SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment: then it is before the temperature.

@@ -263,7 +263,7 @@ class VLLMEngine(PausableEngine):
     def digests(self) -> dict[str, str] | None:
         """Digest of each served weight by its Hugging Face name; None if a server cannot compute them.
 
-        If servers differ, those of one that differs from the first.
+        If servers differ, the digests of one that differs from the first.
         """
         return self.ranks.on_main(self._digests)
 

@@ -178,7 +178,7 @@ class AsyncSource(OnPolicySource):
         self._saved: list[Group] = []  # the finished groups of the last `state_dict`
 
     def next(self, state: RunState) -> SampledGroups:
-        """Wait for the groups of a batch, and start those of later batches."""
+        """Wait for the groups of a batch, and start the groups of later batches."""
         if self.stopping:
             self.stopping.check()
         outcome = self.collector.mesh.on_main(lambda: self._next(state))
@@ -260,7 +260,7 @@ class AsyncSource(OnPolicySource):
         self._start([replace(ticket, version=step, restarts=ticket.restarts + 1) for ticket in again])
 
     def _start_groups(self, state: RunState, wanted: int = 0, answers: int = 0) -> None:
-        """Start as many groups as may be sampled now: the `wanted` ones of the step, and those of later steps."""
+        """Start as many groups as may be sampled now: `wanted` for the step, and more for later steps."""
         unstarted, self._unstarted = self._unstarted, []
         self._start([replace(ticket, version=state.step) for ticket in unstarted])
         present = len(self.stream.sampling) + len(self._ready)

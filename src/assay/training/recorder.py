@@ -256,7 +256,7 @@ class RunEvaluator:
     def results(self, policy: PolicyModel, step: int, repeatable: bool) -> dict[str, Any]:
         """Compare the evaluation after `step` steps with the first ones, for the summary.
 
-        `repeatable`: whether the weights of the evaluation "before" are those of the checkpoint of step 0.
+        `repeatable`: whether the evaluation "before" used the weights in the checkpoint of step 0.
         """
         path, split = self.directory.path, self.cfg.eval.final_split
         lines = self.collector.mesh.on_main(lambda: rollouts.read_lines(path, step, "eval", f"after-{split}"))

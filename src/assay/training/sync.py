@@ -197,7 +197,7 @@ def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.n
 
 
 def engine_scores(engine: BaseEngine, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """The same of the engine, or of each of its servers, by name."""
+    """Log-probabilities of the engine, or of each of its servers, by name."""
     scores = engine.score_each(sequences).items()
     return {
         name: np.concatenate([np.array(row, dtype=float) for row in server_scores]) for name, server_scores in scores

@@ -227,7 +227,7 @@ def question_of(messages: Any) -> str:
 
 
 def question_hash(line: Mapping[str, Any]) -> int:
-    """Identifies the question: by id, messages except those of the system, and gold answer."""
+    """Identifies the question: by id, messages except system messages, and gold answer."""
     messages = line.get("messages")
     asked = [
         message.get("content")

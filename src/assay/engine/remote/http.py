@@ -6,7 +6,7 @@ weights.
 A server is retired when it cannot be reached, does not answer questions about its health in time, returns garbage, or
 samples with earlier weights because it was restarted. Its requests are sent to other servers, with the same seeds. The
 next weight update includes every retired server that is healthy again. Such a server gets requests only after it has
-shown that its weights are those of the other servers.
+shown that its weights equal the weights of the other servers.
 
 The last server is retired only if it has ended, hangs, or has lost its weights. Then all requests fail, and `lost` is
 true until a weight update reaches a server again: training repeats the update until then, for `recover_s` seconds. With
@@ -77,7 +77,7 @@ class ServerFailed(ServerError):
 
 
 class ServerGarbage(ServerError):
-    """The answer of the server has not the expected form."""
+    """The answer of the server does not have the expected form."""
 
 
 class ServerStale(ServerError):
@@ -144,8 +144,8 @@ class HttpServers:
     ) -> Any:
         """Send a request; the JSON of the answer (None if it is empty). Raises a `ServerError`.
 
-        `is_json`: False for an answer that is text, which is returned as it is. `tokens`: those that the answer is
-        about, which limit its size.
+        `is_json`: False for an answer that is text, which is returned as it is. `tokens`: number of tokens
+        that the answer is about, which limits its size.
         """
         limit = timeout_s or self.timeout_s
         with self._reported(server, path, limit):
@@ -160,7 +160,7 @@ class HttpServers:
         return await self.request(server, "POST", path, payload, **options)
 
     def call(self, server: Server, method: str, path: str, payload: Any = None, **options: Any) -> Any:
-        """`request`, from another thread than that of the event loop."""
+        """`request`, from a thread other than the thread of the event loop."""
         return self.loop.call(self.guarded(server, self.request(server, method, path, payload, **options)))
 
     def call_all(self, method: str, path: str, payload: Any = None, **options: Any) -> list[Any]:
@@ -291,7 +291,7 @@ class HttpServers:
         return [float(value) for value in values]
 
     def garbage(self, what: str) -> ServerGarbage:
-        """The error for an answer that has not the expected form."""
+        """The error for an answer that does not have the expected form."""
         return ServerGarbage(
             f"a {self.kind} server returned {self._hide(what)}: is another program or version running there?"
         )
@@ -420,7 +420,7 @@ class SupervisedServers(HttpServers):
     health_path: ClassVar[str] = "/health"
     info: EngineInfo
     transport: Transport | None = None
-    health_timeout_s: float  # time limit of an answer to a question about health; 0: there are no questions
+    health_timeout_s: float  # time limit of a health check; 0: there are no health checks
     recover_s: float  # how long to wait for a server after all of them have failed
     notify: Callable[[str], None]  # gets a line when a server is retired and when it serves again, from any thread
     failures = retries = 0  # retired servers, and requests that were sent again
@@ -526,7 +526,7 @@ class SupervisedServers(HttpServers):
         gone = isinstance(error, ServerStale) or (isinstance(error, ServerUnreachable) and repeated)
         return at_fault and self.retire(server, str(error), gone)
 
-    # -- questions about health, in the thread of the event loop
+    # -- health checks, in the thread of the event loop
 
     def _watch(self) -> None:
         """Begin to ask all servers about their health."""
@@ -617,7 +617,7 @@ class SupervisedServers(HttpServers):
 
 
 def check_proof(url: str, proof: Any, other_url: str, expected: Any) -> None:
-    """Raise `ServerStale` unless a server has the proof that is expected, which is that of another server."""
+    """Raise `ServerStale` unless the proof of a server matches `expected`, the proof of another server."""
     if isinstance(expected, np.ndarray):
         if problem := gap_problem(proof, expected, PROOF_LIMIT):
             raise ServerStale(f"{url} has other weights than {other_url}: {problem}")

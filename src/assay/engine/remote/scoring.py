@@ -43,7 +43,7 @@ def gap_problem(scores: np.ndarray, others: np.ndarray, limit: float) -> str:
 
 
 class ScoringClient:
-    """The model at `reference.url`. Its tokenizer must be that of the policy, which cannot be checked."""
+    """The model at `reference.url`. It must have the policy's tokenizer, which cannot be checked."""
 
     def __init__(self, settings: ReferenceServerConfig, temperature: float) -> None:
         if settings.server == "vllm" and temperature != 1.0:

@@ -40,7 +40,7 @@ class FolderTransport:
     ) -> None:
         """`folder`: empty for a temporary one of this host, in memory if `needed_bytes` fit there.
 
-        `dtype`: that of the servers; weights are cast to it.
+        `dtype`: of the weights on the servers; weights are cast to it.
         """
         self.is_temporary = not folder
         parent = fast_folder(needed_bytes) if self.is_temporary else None

@@ -178,7 +178,7 @@ class Critic:
                 value.copy_(saved.get_tensor(name))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimizer state; without those of a shared trunk, which are the policy's."""
+        """Weights and optimizer state, without a shared trunk, which belongs to the policy."""
         reshard(self.model)
         weights = self.model.own_parameters()
         return {**weights, **optimizer_tensors(weights.items(), self.optimizer)}
