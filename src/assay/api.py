@@ -1,7 +1,7 @@
 """Python API for custom training loops, built from the components of `assay train`.
 
 Subclass `Trainer`, write the loop as its method `train`, and call `run`. Sampling, judging, advantages, the update,
-evaluation, logging, checkpoints and exact resume are those of the command line.
+evaluation, logging, checkpoints and exact resume work as on the command line.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Policy:
 
 
 class Trainer(ABC):
-    """A training run with a custom loop. `settings` are those of `assay train`, dotted: {"optim.lr": 1e-4}."""
+    """A training run with a custom loop. `settings`: as of `assay train`, dotted: {"optim.lr": 1e-4}."""
 
     def __init__(
         self,
@@ -201,14 +201,14 @@ class Trainer(ABC):
     def judge(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
         """Judge rollouts with the judge of the task, or `reward.function`; sets their verdicts and rewards.
 
-        A reward function that sees all answers to a prompt gets those of this call.
+        A reward function that sees all answers to a prompt gets the answers of this call.
         """
         judge, groups = self.training.collector.judge, dict[str, list[Rollout]]()
         for rollout in rollouts:
             groups.setdefault(rollout.prompt.id, []).append(rollout)
         prompts = [group[0].prompt for group in groups.values()]
         texts = [[rollout.text for rollout in group] for group in groups.values()]
-        items = [(own, prompt.answer, judge.fields(prompt)) for own, prompt in zip(texts, prompts, strict=True)]
+        items = [(answers, prompt.answer, judge.fields(prompt)) for answers, prompt in zip(texts, prompts, strict=True)]
         for group, verdicts in zip(groups.values(), judge.judge_groups(items), strict=True):
             for rollout, verdict in zip(group, verdicts, strict=True):
                 rollout.verdict, rollout.reward = verdict, verdict.reward

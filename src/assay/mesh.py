@@ -104,7 +104,7 @@ class Heartbeat:
         self._stopped.set()
 
     def _talk(self) -> None:
-        """Publish this rank's counters and read those of the watched rank."""
+        """Publish this rank's counters and read the counters of the watched rank."""
         with suppress(RuntimeError):  # the store is unreachable, which `_watch` notices
             while not self._stopped.wait(INTERVAL_S):
                 self.store.set(f"assay/beat/{self.rank}", f"{self._rounds} {self._collectives}")

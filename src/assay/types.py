@@ -76,8 +76,8 @@ LIBRARY_PATHS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysco
 def describe_user_error(error: BaseException) -> str:
     """Describe an exception of a user's code in one line: type, message, and the file and line that raised it."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{file}:{line}" for file, line in frames if not file.startswith(LIBRARY_PATHS)]
-    return describe_error(error) + (f" ({own[-1]})" if own else "")
+    user_frames = [f"{file}:{line}" for file, line in frames if not file.startswith(LIBRARY_PATHS)]
+    return describe_error(error) + (f" ({user_frames[-1]})" if user_frames else "")
 
 
 def hide_credentials(text: str) -> str:

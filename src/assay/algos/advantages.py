@@ -242,7 +242,7 @@ def any_excluded(group: Group, by_step: bool) -> bool:
 
 
 def set_advantages(group: Group, advantages: Sequence[float], by_step: bool = False) -> None:
-    """Set advantages in the order of `credited_returns`. A rollout's own advantage is that of its first step.
+    """Set advantages in the order of `credited_returns`. A rollout's own advantage is the advantage of its first step.
 
     The advantage of a rollout that was not judged is 0.
     """

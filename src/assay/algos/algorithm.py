@@ -286,7 +286,7 @@ class Algorithm:
         return metrics | self.credit_rule.assign(groups, ratios, scorers)
 
     def _shape_rewards(self, groups: list[Group]) -> None:
-        """Set the reward of each rollout; mask those that the judge or the environment failed to judge."""
+        """Set the reward of each rollout; mask rollouts that the judge or the environment failed to judge."""
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             assert rollout.verdict is not None, f"rollout {rollout.sample} of {rollout.prompt.id} was not judged"
             rollout.reward = rollout.verdict.reward

@@ -85,7 +85,7 @@ def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]])
 
 
 def kl_reward_to_go(whole: float, ratios: Sequence[float], coef: float) -> list[float]:
-    """Return (or advantage) of each token: that of the answer without the penalties of earlier tokens."""
+    """Return (or advantage) of each token: the return of the answer without the penalties of earlier tokens."""
     return [whole + coef * paid for paid, _ in zip(accumulate(ratios, initial=0.0), ratios, strict=False)]
 
 
@@ -290,7 +290,7 @@ class CriticCredit(CreditRule):
         """Also sets `rollout.inputs` for the loss of the critic."""
         assert scorers.values is not None, "needs.values"
         every, coef = all_rollouts(groups), self.settings.reward_kl_coef
-        costs = [None] * len(every) if ratios is None else [[coef * ratio for ratio in own] for own in ratios]
+        costs = [None] * len(every) if ratios is None else [[coef * ratio for ratio in row] for row in ratios]
         kept = [(r, cost) for r, cost in zip(every, costs, strict=True) if r.trained and not r.masked]
         rollouts = [rollout for rollout, _ in kept]
         for (rollout, cost), values in zip(kept, scorers.values(rollouts), strict=True):

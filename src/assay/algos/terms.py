@@ -3,9 +3,9 @@
 Tensors are packed and 1-D [N]: the trained tokens of whole sequences, one sequence after the other. `lengths` holds the
 number of trained tokens per sequence.
 
-`behaviour_logprobs` are those of the policy that sampled: the engine's, or the trainer's recomputation before the first
+`behaviour_logprobs` come from the policy that sampled: the engine's, or the trainer's recomputation before the first
 update. A policy loss returns one loss per token and a dict of per-token statistics, whose means are logged as
-`policy/<name>`. With `ratio = "sequence"` it receives log-probabilities whose ratio is that of the whole sequence.
+`policy/<name>`. With `ratio = "sequence"` it receives log-probabilities whose ratio is the ratio of the whole sequence.
 """
 
 from __future__ import annotations

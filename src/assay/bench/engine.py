@@ -190,7 +190,7 @@ Pair = tuple[Sequence[int], Completion]  # prompt ids and completion
 def mismatch(
     model: PolicyModel, requests: Sequence[Request], completions: Sequence[Sequence[Completion]], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Compare the engine's log-probabilities with those that the trainer computes for the same tokens.
+    """Compare the engine's log-probabilities with the trainer's for the same tokens.
 
     `model` holds float32 weights; with bfloat16 it computes under autocast, as the trainer does.
     """
@@ -401,7 +401,7 @@ class Rounds:
 
 
 def measure_episodes(work: Episodes, options: EpisodeOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """A row for each mode; the modes alternate. The second row counts trajectories equal to those of the first."""
+    """A row for each mode; the modes alternate. The second row counts trajectories equal to the first."""
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     renderer = Renderer(char_tokenizer())
@@ -422,7 +422,7 @@ def measure_episodes(work: Episodes, options: EpisodeOptions, progress: Progress
             seconds[mode].append(now(device) - start)
             facts[mode] = count(engine, rollouts[mode])
     facts[MODES[1]]["same_as_in_rounds"] = sum(
-        one.token_ids == other.token_ids for one, other in zip(*rollouts.values(), strict=True)
+        first.token_ids == second.token_ids for first, second in zip(*rollouts.values(), strict=True)
     )
     settings = {**asdict(work), **device_settings(device, dtype), "repeat": options.repeat}
     words = ["assay", "bench", "episodes", *command_options(work, options)]

@@ -1,6 +1,6 @@
 """`assay bench step`: seconds per GRPO step and where they are spent, and tokens per second of training alone.
 
-The components are those of `assay train`, with random weights and prompts.
+Uses the components of `assay train`, with random weights and prompts.
 """
 
 from __future__ import annotations

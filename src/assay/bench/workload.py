@@ -229,7 +229,7 @@ class Workload(ModelOptions):
 
     @property
     def id(self) -> str:
-        """A unique name: results of one workload never replace those of another."""
+        """A unique name: results of one workload never replace results of another."""
         if not self.is_longtail:
             kind = f"{self.prompts}x{self.samples}x{self.new}"
             kind = "one-sequence" if kind == "1x1x512" else kind

@@ -219,7 +219,7 @@ def build_engine(
     device: torch.device | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> BaseEngine:
-    """`group`: ranks that serve the policy together, `mesh.tp_group`. `device`: that of the policy unless given.
+    """`group`: ranks that serve the policy together, `mesh.tp_group`. `device`: default: the policy's device.
 
     `notify`: see `EngineOptions`.
     """

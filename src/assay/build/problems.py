@@ -84,13 +84,15 @@ def drop_examples(prompts: Sequence[Prompt], renderer: Renderer, console: Consol
     """The prompts without the few-shot examples, which would be asked together with their own solution."""
     shown = {question for question, _ in renderer.few_shot}
 
-    def others(own: Sequence[Prompt]) -> Sequence[Prompt]:
-        if len(own) >= UNLIMITED:
-            filtered = FilteredPrompts(own, lambda prompt: prompt.question not in shown, "prompt.few_shot: lower it")
-            return LazyPrompts(filtered.__getitem__, len(own))  # whose `rejected` counts long prompts only
-        kept = [prompt for prompt in own if prompt.question not in shown]
+    def others(candidates: Sequence[Prompt]) -> Sequence[Prompt]:
+        if len(candidates) >= UNLIMITED:
+            filtered = FilteredPrompts(
+                candidates, lambda prompt: prompt.question not in shown, "prompt.few_shot: lower it"
+            )
+            return LazyPrompts(filtered.__getitem__, len(candidates))  # whose `rejected` counts long prompts only
+        kept = [prompt for prompt in candidates if prompt.question not in shown]
         if not kept:
-            raise UserError(f"all {len(own):,} {what} are few-shot examples: lower prompt.few_shot")
+            raise UserError(f"all {len(candidates):,} {what} are few-shot examples: lower prompt.few_shot")
         return kept
 
     console.note(f"left the {plural(len(shown), 'few-shot example')} out of the {what} (prompt.few_shot)")
@@ -107,7 +109,7 @@ def drop_long_prompts(
     if not limit:
         return prompts
     if isinstance(prompts, MixedPrompts):
-        return prompts.filtered(lambda own: drop_long_prompts(own, renderer, limit, console, what))
+        return prompts.filtered(lambda part: drop_long_prompts(part, renderer, limit, console, what))
     if len(prompts) >= UNLIMITED:
         rule = f"train.max_prompt_tokens = {limit}: raise it, or generate shorter problems (task.args)"
         return FilteredPrompts(prompts, lambda prompt: len(renderer.prompt_ids(prompt)) <= limit, rule)
@@ -124,8 +126,8 @@ def drop_long_prompts(
 
 def build_algorithm(cfg: TrainConfig) -> Algorithm:
     """The recipe with the user's changes. Code that settings name by path is imported."""
-    own = cfg.algo.model_fields_set - {"recipe"}
-    changes = {name: with_absolute_paths(getattr(cfg.algo, name)) for name in own}
+    explicit_fields = cfg.algo.model_fields_set - {"recipe"}
+    changes = {name: with_absolute_paths(getattr(cfg.algo, name)) for name in explicit_fields}
     algo = make_algorithm(
         cfg.algo.recipe,
         max_new_tokens=cfg.sampling.max_new_tokens,
@@ -144,7 +146,7 @@ def build_algorithm(cfg: TrainConfig) -> Algorithm:
 def with_absolute_paths(value: Any) -> Any:
     """The setting, with paths of code that are valid in every working directory."""
     if isinstance(value, list):
-        return [with_absolute_paths(one) for one in value]
+        return [with_absolute_paths(item) for item in value]
     return normalized(value) if isinstance(value, str) else value
 
 
@@ -209,7 +211,7 @@ def check_demonstrations(
             f"{len(empty)} of {plural(len(checked), 'worked solution')} are empty (e.g. {empty[0]}), which trains the "
             "model to answer nothing: remove them"
         )
-    trained = [[index for index, one in zip(tokens, mask, strict=True) if one] for tokens, mask in ids]
+    trained = [[index for index, in_loss in zip(tokens, mask, strict=True) if in_loss] for tokens, mask in ids]
     texts = [prompt.worked_text or "" for prompt in checked]
     yield from unknown_words("worked solutions", checked, texts, trained, renderer.tokenizer)
 

@@ -256,7 +256,7 @@ def assemble(
 
 
 def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:
-    """The task or environment, the prompts of the train split, and those of evaluations by label."""
+    """The task or environment, the prompts of the train split, and the prompts of evaluations by label."""
     task = build_problems(cfg.task, cfg.env)
     train = take(task.prompts("train"), cfg.train.max_train_prompts, "train", endless=True)
     evaluations = evaluation_prompts(cfg, task)

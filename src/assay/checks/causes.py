@@ -59,7 +59,7 @@ CAUSES: dict[str, tuple[Severity, ...]] = {
 NO_GAIN = ("no_change", "not_significant", "few_useful_groups")  # follow from everything that keeps a run from learning
 UNSTABLE = ("kl_blow_up", "always_clipped", "entropy_collapse", "length_collapse", "length_explosion")
 NO_SIGNAL = ("truncated", "no_answer", "never_rewarded", "equal_rewards", "equal_in_groups", "too_easy")
-# Consequences of a cause, which are left out if the cause is reported. Every error also hides those of `NO_GAIN`.
+# Consequences of a cause: not reported if the cause is. Every error also hides the consequences of `NO_GAIN`.
 CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "zero_loss": (*NO_SIGNAL, "zero_advantages", "zero_gradient", "masked"),
     "judge_fails": NO_SIGNAL,
@@ -162,11 +162,11 @@ def trailing(steps: Sequence[Row], symptom: Symptom) -> list[Row]:
 
 def change(before: Sequence[Row], after: Sequence[Row], name: str) -> tuple[float, float]:
     """Difference of the means of a metric, and its standard error from the differences between steps."""
-    one, other = values(before, name), values(after, name)
-    if len(one) < 2 or len(other) < 2:
+    values_before, values_after = values(before, name), values(after, name)
+    if len(values_before) < 2 or len(values_after) < 2:
         return 0.0, math.inf
-    error = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
-    return fmean(other) - fmean(one), error
+    error = math.sqrt(variance(values_before) / len(values_before) + variance(values_after) / len(values_after))
+    return fmean(values_after) - fmean(values_before), error
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Window:
     @property
     def improving(self) -> bool:
         """Whether rewards are higher than in the first steps by more than one standard error: then the run learns,
-        and a symptom is no reason to warn.
+        and a symptom alone does not justify a warning.
         """
         difference, error = change(self.first, self.rows, "reward/mean")
         return difference > error + 1e-6

@@ -414,7 +414,7 @@ def shared_prompts(files: RunFiles, config: Mapping[str, Any]) -> Diagnosis | No
             split = file.stem.rpartition("-")[2]
             if split not in ("train", "all"):
                 ids = {prompt_text(line): str(line.get("prompt_id")) for line in files.lines(file)}
-                if shared := [(own, trained[text]) for text, own in ids.items() if text in trained]:
+                if shared := [(prompt_id, trained[text]) for text, prompt_id in ids.items() if text in trained]:
                     return explain_leakage(split, len(shared), len(ids), shared[0])
     return None
 

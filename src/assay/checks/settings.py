@@ -57,17 +57,17 @@ def settings_problems(
 
 
 def unused_settings(cfg: TrainConfig, algo: Algorithm, task: Task | None = None) -> Iterator[Diagnosis]:
-    """Settings that differ from their default and have no effect. The default of an algorithm setting is that of the
-    recipe.
+    """Settings that differ from their default and have no effect. The recipe sets the defaults of algorithm
+    settings.
     """
     from assay.algos import complete_settings
 
     defaults = {key: field.get_default(call_default_factory=True) for key, field in keys(TrainConfig)}
     defaults |= {f"algo.{name}": value for name, value in complete_settings(cfg.algo.recipe)}
-    own = {f"algo.{name}" for name in cfg.algo.model_fields_set}
+    explicit_keys = {f"algo.{name}" for name in cfg.algo.model_fields_set}
     for reason, names in (*_unused_with_problems(cfg, task), *algo.unused(run_facts(cfg, algo))):
         for name in names:
-            is_set = name in own or not name.startswith("algo.")
+            is_set = name in explicit_keys or not name.startswith("algo.")
             if is_set and attrgetter(name)(cfg) != defaults[name]:
                 yield Diagnosis("unused_setting", f"{name} has no effect", reason)
 
@@ -93,7 +93,7 @@ def run_facts(cfg: TrainConfig, algo: Algorithm) -> RunFacts:
     largest_batch = cfg.train.prompts + cfg.replay.groups
     updates = algo.update_count(largest_batch) * cfg.train.passes
     stale = cfg.replay.groups > 0 or (cfg.source.name == "async" and cfg.source.max_staleness > 0)
-    # Recomputed log-probabilities are those of the policy before the update, whichever policy has sampled.
+    # Recomputed log-probabilities come from the policy before the update, whichever policy has sampled.
     stale_ratios = stale and not algo.needs.trainer_logprobs
     return RunFacts(episodes=bool(cfg.env.name), updates=updates, stale_ratios=stale_ratios)
 
@@ -178,7 +178,7 @@ REASONABLE: dict[tuple[str, bool], tuple[float, float]] = {
 
 
 def diagnose_settings(config: Mapping[str, Any], parameters: int | None = None) -> Iterator[Diagnosis]:
-    """`config`: complete settings, with those of the recipe. `parameters`: of the model, if known."""
+    """`config`: complete settings, including the recipe's. `parameters`: their number in the model, if known."""
     if equal := always_equal_reward(config):
         yield Diagnosis("zero_loss", f"every answer gets the same reward, because {equal[0]}", equal[1])
     if setting(config, "train.samples") == 1 and setting(config, "algo.drop_zero_variance"):

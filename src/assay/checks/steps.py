@@ -203,7 +203,7 @@ def cannot_learn(run: RunHistory) -> Diagnosis | None:
 
 
 def judge_often_fails(run: RunHistory) -> Diagnosis | None:
-    """Fewer failures than those of `judge_fails`, but enough to train on wrong rewards."""
+    """Fewer failures than `judge_fails` requires, but enough to train on wrong rewards."""
     window = Window(run.steps[-LONG:], run.first, run.config)
     enough = len(window.rows) >= LONG or (len(window.rows) >= MIN_STEPS and window.answers >= MIN_ANSWERS)
     if not enough or sum(map(failed_verdicts, window.rows)) / len(window.rows) < OFTEN_FAILING:
@@ -226,7 +226,7 @@ MIN_LENGTH = 8.0  # tokens in the first steps: shorter answers have nothing to l
 CUT_OFF, SELDOM_CUT_OFF = 0.5, 0.25  # fractions of answers
 USELESS = 0.9  # fraction of groups without advantages: 10 times more answers per update than necessary
 BEST = 4  # steps with the highest reward, or half of them at the start, since a run may break in its first steps
-DROP = 0.25  # of the range of rewards: a fall of the mean reward that is no fluctuation
+DROP = 0.25  # of the range of rewards: a fall of the mean reward that is not a fluctuation
 CERTAIN = 4.0  # standard errors
 EXPLODED = 5.0  # factor of the gradient norm, or of the entropy
 

@@ -1,6 +1,6 @@
 """`assay bench`: speed and memory of generation, of training steps and of episodes.
 
-Results are written after each measurement, so that an interrupted benchmark keeps those that are done.
+Results are written after each measurement, so that an interrupted benchmark keeps the finished ones.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 HELP = """Talk to one or several models. /help in the chat lists its commands, e.g. /task, which grades the answers.
 
 Several models answer the same questions side by side, each with its own history. A checkpoint of a run uses the
-task, environment, prompt and length settings of the run; with --config, all models use those of a training config. What
-the environment inserts, such as a calculator's results, is dimmed. The same questions with the same --seed give the
-same answers.
+task, environment, prompt and length settings of the run; with --config, all models use the settings of a training
+config. What the environment inserts, such as a calculator's results, is dimmed. The same questions with the same
+--seed give the same answers.
   assay chat run:demo@0 run:demo@last
   assay chat Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 3 + 4?" --temperature 0
   assay chat run:demo@best --samples 8 --prompt "/task abacus 17"
@@ -108,8 +108,8 @@ def settings_of(
 
 
 def load_chat_model(model: str, args: argparse.Namespace, questions: TaskQuestions, console: Console) -> ChatModel:
-    """Without a config file, a checkpoint uses the settings of its own run; other models those of the first checkpoint,
-    to be comparable.
+    """Without a config file, a checkpoint uses the settings of its own run; other models use the settings of the first
+    checkpoint, to be comparable.
     """
     from assay.build.models import build_server, episode_limits
     from assay.cli.chat_screen import ChatModel, Played

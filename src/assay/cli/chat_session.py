@@ -62,7 +62,7 @@ def parse_task_request(words: Sequence[str], default_task: str) -> TaskRequest:
 class TaskQuestions:
     """Tasks by name and environments on them, created when they are first used, and their judges.
 
-    `cfg` is used for the task that it names. Other tasks use `plain`: only the user's own settings, not those of a run.
+    `cfg` is used for the task that it names. Other tasks use `plain`: only the user's own settings, not a run's.
     """
 
     def __init__(self, cfg: MeasureConfig, plain: MeasureConfig) -> None:
@@ -75,8 +75,8 @@ class TaskQuestions:
         """The task of this name; if it is the default task, the environment on it."""
         if name == self.default_task:
             return self.problems(self._cfg.task, self._cfg.env)
-        own = self._plain.task
-        cfg = own if own.name in ("", name) else own.model_copy(update={"path": "", "args": {}})
+        task_cfg = self._plain.task
+        cfg = task_cfg if task_cfg.name in ("", name) else task_cfg.model_copy(update={"path": "", "args": {}})
         return self.problems(cfg.model_copy(update={"name": name}), EnvConfig())
 
     def problems(self, task: TaskConfig, env: EnvConfig) -> Task:
@@ -126,8 +126,8 @@ class TaskQuestions:
 
     def _default_split(self, name: str) -> str:
         """All of a single file that the user named; if a run was trained on the file, its test split."""
-        own = self._plain.task
-        named = name != self.default_task or bool(own.name or own.path)
+        task_cfg = self._plain.task
+        named = name != self.default_task or bool(task_cfg.name or task_cfg.path)
         return ALL if named and self.task(name).has_all else "test"
 
     def _judge(self, name: str) -> Judging:

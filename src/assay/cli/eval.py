@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HELP = """Evaluate one or several models on the same problems.
 
 For a checkpoint of a run (run:NAME@best), the run's task, environment, prompt and reward settings are used. With
---config, those of a training config are used instead. Options override them.
+--config, the settings of a training config are used instead. Options override them.
   assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
   assay eval Qwen/Qwen2.5-0.5B-Instruct --config configs/seeds/dr_grpo.toml
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1
@@ -127,7 +127,7 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
 
     def is_used(key: str) -> bool:
         if other_problems:
-            return key.startswith("prompt.") or key in KEPT  # prompts remain those of training
+            return key.startswith("prompt.") or key in KEPT  # prompts remain as in training
         return not (args.data and key in SELECTION)
 
     inherited = inherited_settings(args.models, overrides, args.trust, is_used, args.config)
@@ -242,7 +242,7 @@ def measure(
 
 
 def warn_of_failures(model: str, groups: Sequence[Group], console: Console) -> None:
-    """Warn if answers could not be sampled or judged: they are no evidence against the model."""
+    """Warn if answers could not be sampled or judged: they are not evidence against the model."""
     verdicts = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict is not None]
     failed = [verdict for verdict in verdicts if verdict.status in (Status.ERROR, Status.TIMEOUT)]
     if failed:
@@ -284,8 +284,8 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
             paired = entry.get("paired")
             row.append(f"+{paired['gained']} -{paired['lost']}, p = {paired['p_value']:.2g}" if paired else "")
         rows.append(row)
-        for task, own in entry.get("by_task", {}).items():
-            cells = [f"- {task}", percent(own["accuracy"]), "{} to {}".format(*map(percent, own["ci95"]))]
+        for task, task_entry in entry.get("by_task", {}).items():
+            cells = [f"- {task}", percent(task_entry["accuracy"]), "{} to {}".format(*map(percent, task_entry["ci95"]))]
             rows.append([*cells, *[""] * (len(columns) - len(cells))])
     problems = plural(results[0]["n"], "problem")
     console.table(f"{results[0]['task']}, {results[0]['split']} split, {problems}", columns, rows)

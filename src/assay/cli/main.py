@@ -194,8 +194,8 @@ def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namesp
         return parser.parse_args(words)
     from assay.config.settings import literal, parse_overrides
 
-    own, settings = split_words(words, parser, module.SETTINGS)
-    args = parser.parse_args(own)
+    command_words, settings = split_words(words, parser, module.SETTINGS)
+    args = parser.parse_args(command_words)
     short = {key: value for key, value in vars(args).items() if "." in key and value is not None}
     args.settings = settings
     args.overrides = parse_overrides(settings)
@@ -208,20 +208,20 @@ def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[
     from assay.config.settings import keys
 
     switches = {key for key, field in keys(kind) if field.annotation is bool}
-    own: list[str] = []
+    command_words: list[str] = []
     overrides: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         key, equals, _ = word.partition("=")
         if not word.startswith("--") or key in parser.options:
-            own.append(word)
+            command_words.append(word)
             continue
         value_follows = not equals and bool(rest) and not rest[0].startswith("--")
         if value_follows and key[2:].replace("-", "_") in switches:
             value_follows = rest[0].lower() in ("true", "false")
         overrides.append(f"{word}={rest.pop(0)}" if value_follows else word)
-    return own, overrides
+    return command_words, overrides
 
 
 class Parser(argparse.ArgumentParser):

@@ -48,7 +48,7 @@ def find_folder(name: str, runs_dir: Path, or_runs: bool = False) -> Path:
 
     name = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
     candidates = [Path(name).expanduser(), runs_dir / name]
-    # The name of a run may also be that of an unrelated folder here.
+    # An unrelated folder here may have the same name as a run.
     found = [*filter(is_run_folder, reversed(candidates)), *(filter(isdir, candidates) if or_runs else ())]
     if found:
         return found[0]

@@ -104,7 +104,7 @@ def plot(runs: Sequence[Run]) -> int:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """The facts of a run. Of a damaged one, those that can be read; `problems` says what cannot."""
+    """The facts of a run, as far as they can be read; `problems` says what cannot."""
     from assay.web.folder import INCOMPLETE, RunFolder
 
     facts, problems = RunFolder(run.path).facts()
@@ -205,7 +205,7 @@ def compare(runs: Sequence[Run], facts: Sequence[dict[str, Any]], as_json: bool,
         return
     console = Console()
     for title, rows in (
-        ("Final answers", [final_cells(one) for one in finals]),
+        ("Final answers", [final_cells(final) for final in finals]),
         ("Curves: first and last value", curve_cells(metrics)),
         ("Settings that differ", [[key, *map(shown, row)] for key, row in differences.items()]),
     ):
@@ -295,21 +295,21 @@ def final_cells(final: Mapping[str, Any]) -> list[str]:
 
 def print_notes(finals: Sequence[Mapping[str, Any]]) -> None:
     """What the table of final answers cannot say."""
-    for one in finals:
-        if one["problem"]:
-            print(one_line(one["problem"]))
-        elif not one["paired"]:
+    for final in finals:
+        if final["problem"]:
+            print(one_line(final["problem"]))
+        elif not final["paired"]:
             print(
-                f"{one['a']} and {one['b']} have no question in common, so there is no paired test: the difference may "
-                "come from the questions"
+                f"{final['a']} and {final['b']} have no question in common, so there is no paired test: the difference "
+                "may come from the questions"
             )
-        elif one["only_a"] or one["only_b"]:
+        elif final["only_a"] or final["only_b"]:
             print(
-                f"{one['a']} and {one['b']} were evaluated on different questions: only the "
-                f"{plural(one['questions'], 'common question')} count ({one['only_a']} only in {one['a']}, "
-                f"{one['only_b']} only in {one['b']})"
+                f"{final['a']} and {final['b']} were evaluated on different questions: only the "
+                f"{plural(final['questions'], 'common question')} count ({final['only_a']} only in {final['a']}, "
+                f"{final['only_b']} only in {final['b']})"
             )
-    if sum(one.get("p_value") is not None for one in finals) > 1:
+    if sum(final.get("p_value") is not None for final in finals) > 1:
         print("p is of each comparison alone, without a correction for several comparisons.")
 
 
@@ -334,14 +334,19 @@ def draw(metrics: Mapping[str, Rows], path: Path) -> Path | None:
 def curve_cells(metrics: Mapping[str, Rows]) -> list[list[str]]:
     """One row per metric with a panel: a small curve, on the same scale for all runs, and first and last value."""
     points = [points_of(rows) for rows in metrics.values()]
-    shown = {panel.metric: panel for one in points for panel in shown_panels(one)}
+    shown = {panel.metric: panel for run_points in points for panel in shown_panels(run_points)}
     cells = []
     for metric, panel in shown.items():
-        values = [list(one(metric, panel.x)[1]) for one in points]
-        known = [value for own in values for value in own]
+        values = [list(run_points(metric, panel.x)[1]) for run_points in points]
+        known = [value for run_values in values for value in run_values]
         if known:
             ends = (min(known), max(known))
-            cells.append([metric, *(f"{blocks(own, ends)}{first_and_last(own, panel.share)}" for own in values)])
+            cells.append(
+                [
+                    metric,
+                    *(f"{blocks(run_values, ends)}{first_and_last(run_values, panel.share)}" for run_values in values),
+                ]
+            )
     return cells
 
 
@@ -369,7 +374,7 @@ def first_and_last(values: Sequence[float], share: bool) -> str:
 def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Dotted keys whose values differ between runs whose settings can be read.
 
-    The values are those of each run. None: not set, or not readable.
+    One value per run. None: not set, or not readable.
     """
     flat = [None if fact["config"] is None else flattened(fact["config"]) for fact in facts]
     known = [config for config in flat if config is not None]

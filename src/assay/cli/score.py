@@ -34,7 +34,7 @@ Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'targ
 a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
 
 With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]. With --config, the
-task and the judge are those of a training config; options override them."""
+task and the judge come from a training config; options override them."""
 
 
 class ScoreConfig(Section):
@@ -295,7 +295,9 @@ def print_disagreements(disagreements: Sequence[Mapping[str, Any]], kind: str, r
         return
     table = [("row", "status", "parsed", "against", "parsed")]
     for entry in disagreements[:SHOWN_DISAGREEMENTS]:
-        first, second = ("-" if one is None else excerpt(one, 32) for one in (entry["parsed"], entry["against_parsed"]))
+        first, second = (
+            "-" if parsed is None else excerpt(parsed, 32) for parsed in (entry["parsed"], entry["against_parsed"])
+        )
         table.append((str(entry["row"]), entry["status"], first, entry["against_status"], second))
     print("\n".join(aligned(table)), file=sys.stderr)
     if len(disagreements) > SHOWN_DISAGREEMENTS:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         if not cfg.sft.steps:
             raise UserError("nothing to do: set sft.steps, e.g. --sft.steps 200")
         stem = cfg.name or (as_name(Path(args.config).stem) if args.config else "")
-        if "name" not in args.overrides:  # the config's name is that of the whole run
+        if "name" not in args.overrides:  # the config's name is the name of the whole run
             cfg.name = f"{stem}-sft" if stem else "sft"
         cfg.train.steps, cfg.train.epochs, cfg.train.budget = 0, 0.0, 0
         return start(cfg, console, args.dry_run)

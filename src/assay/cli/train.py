@@ -218,7 +218,9 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
         if report is None:
             continue
         rows.append([name, *accuracy_cells(report), f"{report['mean_length']:.0f}"])
-        rows += [[f"- {task}", *accuracy_cells(own), ""] for task, own in report.get("by_task", {}).items()]
+        rows += [
+            [f"- {task}", *accuracy_cells(task_report), ""] for task, task_report in report.get("by_task", {}).items()
+        ]
     steps = plural(summary["steps"] or summary.get("sft", {}).get("steps", 0), "step")
     title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {steps}"
     console.table(title, ["", "accuracy", "95 % interval", "problems", "tokens"], rows)

@@ -95,7 +95,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def accepted_hosts(host: str) -> frozenset[str]:
-    """Host names in requests: those of this machine if others may reach it; "*" stands for IP addresses."""
+    """Host names in requests: names of this machine if others may reach it; "*" stands for IP addresses."""
     if is_loopback(host):
         return frozenset()
     return frozenset({"*", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()})

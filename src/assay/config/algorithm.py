@@ -1,7 +1,7 @@
 """Settings of the algorithm: one section per component, joined in `AlgoConfig` to the flat keys of `[algo]`.
 
-Each component of `assay.algos` holds an instance of its section and declares no setting of its own. The defaults here
-are overridden by those of the recipe, and these by the keys that the user sets.
+Each component of `assay.algos` holds an instance of its section and declares no setting of its own. The recipe
+overrides the defaults here, and the keys that the user sets override the recipe.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class EndpointConfig(Section):
     retries: Count = 5
     """how often a request is repeated after rate limits, server errors, timeouts and lost connections"""
     extra: Table = Field(default_factory=dict)
-    """more fields of every request, e.g. extra.reasoning_effort = "low"; they replace those that assay sends"""
+    """more fields of every request, e.g. extra.reasoning_effort = "low"; they replace fields that assay sends"""
 
 
 class JudgeConfig(EndpointConfig):

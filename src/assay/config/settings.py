@@ -74,7 +74,7 @@ class Section(BaseModel):
     """A table of settings. Unknown keys are rejected. A string is accepted for a list with this one element.
 
     `short_form` is the key that a plain string sets, as in `model = "SOURCE"`. Of `alternatives`, one is in effect: one
-    on the command line resets those of the file.
+    on the command line resets the alternatives in the file.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
@@ -311,7 +311,7 @@ PRIMARY = ("optim", "train", "sampling")  # sections that are meant if a key of 
 
 
 def explain_foreign(key: str, known: Collection[str]) -> str | None:
-    """Say what an unknown dotted key is called here, or None if it is no setting of another library.
+    """Say what an unknown dotted key is called here, or None if it is not a setting of another library.
 
     Parts in front are ignored: a name of another library may be written into any of our sections. So are parts that
     are missing in front, as in `rollout.n`, unless the rest is also the name of one of our keys. An equivalent that

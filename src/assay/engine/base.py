@@ -45,7 +45,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # minimum probability relative to that of the most likely token; 0: off
+    min_p: float = 0.0  # minimum probability, as a fraction of the probability of the most likely token; 0: off
     max_new_tokens: int = 256
     min_new_tokens: int = 0  # stop tokens are not sampled before this number of tokens
     stop_token_ids: tuple[int, ...] = ()  # the stop token is the last token of the completion
@@ -160,7 +160,7 @@ class EngineOptions:
     device: torch.device | str
     dtype: torch.dtype  # of the served weights
     max_batch: int = 0  # maximum number of sequences decoded concurrently; 0: chosen by the kind of device
-    max_length: int | None = None  # maximum number of tokens of prompt and completion; None: that of the model
+    max_length: int | None = None  # maximum number of tokens of prompt and completion; None: the model's limit
     decode: Decode | None = None  # for stop strings
     group: dist.ProcessGroup | None = None  # the ranks that serve one model together
     kv_cache_gib: float = 0.0  # GiB of KV cache; 0: as much as is useful and free
@@ -208,7 +208,7 @@ def copy_weights(
 
 
 class BaseEngine(Protocol):
-    """What all engines have: those of this process (`Engine`), and servers (`assay.engine.client.ServerEngine`).
+    """Interface of all engines: in this process (`Engine`), and on servers (`assay.engine.client.ServerEngine`).
 
     Requests go through a client (`assay.engine.client.connect`). These methods may be called from any thread.
     """

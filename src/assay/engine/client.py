@@ -107,9 +107,13 @@ class EngineClient(ABC):
         """Abort all requests and release all kept sequences."""
 
     def sampled_tokens(self, futures: Iterable[asyncio.Future[Completion]]) -> list[int]:
-        """Numbers of tokens of unfinished samples so far, without those of which none is known."""
+        """Numbers of tokens of unfinished samples so far, without samples of which no token is known."""
         wanted = set(futures)
-        pairs = (pair for one in self._submitted.values() for pair in zip(one.futures, one.tokens, strict=True))
+        pairs = (
+            pair
+            for submitted in self._submitted.values()
+            for pair in zip(submitted.futures, submitted.tokens, strict=True)
+        )
         return [tokens for future, tokens in pairs if tokens and future in wanted and not future.done()]
 
     def from_leader(self, work: Callable[[], T]) -> T:
@@ -181,9 +185,9 @@ class LocalClient(EngineClient):
         return futures
 
     def release(self, handles: Iterable[int | None]) -> None:
-        if own := self._kept.intersection(handles):
-            self._kept -= own
-            self.engine.release(sorted(own))
+        if kept := self._kept.intersection(handles):
+            self._kept -= kept
+            self.engine.release(sorted(kept))
 
     def disown(self) -> None:
         self._kept.clear()
@@ -335,7 +339,9 @@ class LocalClient(EngineClient):
                 self._settle(future)
                 future.set_exception(error)
                 future.exception()  # it may have no consumer: then it is not reported
-        completions = (one.result() for one in submitted.futures if not one.cancelled() and not one.exception())
+        completions = (
+            settled.result() for settled in submitted.futures if not settled.cancelled() and not settled.exception()
+        )
         self.release([completion.handle for completion in completions])
 
     def _fail_all(self, error: Exception) -> None:
@@ -380,7 +386,7 @@ class SentRequest(Submitted):
         return [sample for sample, future in enumerate(self.futures) if not future.done()]
 
     def start(self, samples: Iterable[int], work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Start a task that serves these samples. Its error is that of the request."""
+        """Start a task that serves these samples. If it fails, the request fails with its error."""
         task = asyncio.ensure_future(self._serve(work))
         self.tasks |= dict.fromkeys(samples, task)
         return task
@@ -432,7 +438,7 @@ class SentRequest(Submitted):
             self.futures[sample].set_result(completion)
 
     def _notify(self, work: Callable[[], None] = lambda: None) -> None:
-        """Call functions of the client's user, whose errors are those of the request."""
+        """Call functions of the client's user. If one fails, the request fails with its error."""
         try:
             work()
             self.client.after_step()
@@ -501,7 +507,7 @@ class ServerClient(EngineClient):
         return list(sent.futures)
 
     def close(self) -> None:
-        for sent in [one for one in list(self.engine.sent) if one.client is self]:
+        for sent in [request for request in list(self.engine.sent) if request.client is self]:
             for future in sent.futures:
                 future.cancel()
             self._forget(sent)
@@ -564,7 +570,7 @@ def connect(
 def run_sync(work: Coroutine[Any, Any, T], *clients: EngineClient) -> T:
     """The result of a coroutine that uses these clients, whose engines this call steps. Closes the clients.
 
-    Works in a thread that runs an event loop, too, such as that of a notebook: then another thread does the work.
+    Works in a thread that runs an event loop, too, e.g. in a notebook: then another thread does the work.
     """
     if not in_event_loop():
         return _run_here(work, clients)
@@ -628,7 +634,7 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class ClientThread:
-    """A client in a thread of its own, or in that of servers. Not strict: results depend on the clock."""
+    """A client in its own thread, or in the thread of servers. Not strict: results depend on the clock."""
 
     def __init__(self, engine: BaseEngine) -> None:
         self.client = connect(engine, strict=False, polls=True)

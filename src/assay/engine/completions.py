@@ -290,7 +290,7 @@ class OutputProcessor:
                 handles += handles_of([event])
             if not dropped:
                 self.events.append(event)
-        requests = sorted({one[0] if isinstance(one, tuple) else one for one in named})
+        requests = sorted({target[0] if isinstance(target, tuple) else target for target in named})
         jobs = [self.jobs[request_id] for request_id in requests if request_id in self.jobs]
         return [s for job in jobs for s in job.samples if not s.done and is_named(job.id, s.index)], handles
 

@@ -124,7 +124,7 @@ class Sample:
         return step if step < self.end else NEVER
 
     def stored(self, steps: int) -> int:
-        """Tokens in the KV cache after `steps` steps: the first input is stored already, the last token is no input."""
+        """Tokens in the KV cache after `steps` steps: the first input is stored already, the last token is not fed."""
         drawn = len(self.drawn)
         fed = min(steps, self.job.limit - drawn) - 1
         return len(self.job.tokens) + drawn + (fed if fed > 0 else 0)

@@ -1,6 +1,6 @@
 """Generation with SGLang servers: given by URL, or started and stopped by this engine.
 
-Requests go to /generate, with token ids in both directions. The endpoints and fields are those of SGLang 0.5.17.
+Requests go to /generate, with token ids in both directions. Endpoints and fields follow SGLang 0.5.17.
 
 SGLang reports the log-probability of a sampled token after bias and temperature and before truncation by top_k, top_p
 and min_p, unless a server has SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment: then it is before the temperature.
@@ -364,7 +364,7 @@ def architecture_of(model: PolicyModel) -> str:
 
 def check_served(served: SGLangServer, url: str, max_length: int, dtype: torch.dtype, architecture: str) -> None:
     """Raise a `UserError` that says how to restart a server that does not fit."""
-    theirs = [excerpt(str(one), 40) for one in served.model.get("architectures") or []]
+    theirs = [excerpt(str(served_name), 40) for served_name in served.model.get("architectures") or []]
     if architecture and theirs and architecture not in theirs:
         raise UserError(
             f"the SGLang server {url} serves another model ({theirs[0]}, and the policy is a {architecture}): start "
@@ -462,5 +462,5 @@ def weight_group(store: dist.Store, rank: int, world_size: int, backend: str) ->
     group, _ = c10d._new_process_group_helper(
         world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), timeout=limit
     )
-    c10d._world.pg_group_ranks[group] = {one: one for one in range(world_size)}
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group

@@ -27,7 +27,7 @@ from assay.engine.remote.launch import nodes_folder, read_object, write_object
 from assay.system.program import SupervisedProgram
 
 POLL_S = 0.5  # between two looks for requests of the trainer
-PORTS = range(12000, 20000)  # below those of rendezvous, and below the ephemeral ports of the system
+PORTS = range(12000, 20000)  # below the ports of rendezvous, and below the ephemeral ports of the system
 STOPPED = 143  # exit code of a process that saved and stopped after SIGTERM
 FAILED = 200  # above all others: srun returns the highest exit code of all nodes
 PAUSE_S = 3.0  # srun kills the other nodes as soon as one ends: time for them to end or to print their errors

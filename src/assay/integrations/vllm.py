@@ -163,7 +163,9 @@ class VLLMEngine(PausableEngine):
         listed = self.call(server, "GET", "/v1/models", timeout_s=30)
         with self.reading(f"{excerpt(str(listed), 80)!r} instead of a list of models"):
             models = {
-                encodable(one["id"]): int(one["max_model_len"]) for one in listed["data"] if not one.get("parent")
+                encodable(model["id"]): int(model["max_model_len"])
+                for model in listed["data"]
+                if not model.get("parent")
             }
             name = self.settings.model or next(iter(models))
         if name not in models:
@@ -261,7 +263,7 @@ class VLLMEngine(PausableEngine):
     def digests(self) -> dict[str, str] | None:
         """Digest of each served weight by its Hugging Face name; None if a server cannot compute them.
 
-        If servers differ, those of one that differs from the first.
+        If servers differ, the digests of one that differs from the first.
         """
         return self.ranks.on_main(self._digests)
 
@@ -369,7 +371,7 @@ def encodable(name: str) -> str:
 
 
 def is_digests(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+    return isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
 
 
 def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dtype, tied: bool) -> None:

@@ -123,7 +123,7 @@ def refresh_tied_head(model: nn.Module) -> None:
 def unfused(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Weights by their Hugging Face names: fused layers are split, padding of the vocabulary is removed.
 
-    None for a layer whose weight has not the expected shape, because it was repacked for the kernels of a CPU.
+    None for a layer whose weight does not have the expected shape, because it was repacked for the kernels of a CPU.
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     modules = dict(model.named_modules())

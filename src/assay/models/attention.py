@@ -21,7 +21,7 @@ from assay.models.device import upload
 
 
 class PackedCausal:
-    """Each token attends to itself and to the earlier tokens of its own sequence; with a `window`, to so many tokens.
+    """Each token attends to itself and the earlier tokens of its own sequence; with a `window`, to the last of them.
 
     `shared[i]`: number of leading tokens that sequence i has in common with its leader, the nearest earlier sequence
     whose entry is 0. They are computed once. All sequences with the same leader have the same entry.
@@ -147,7 +147,7 @@ class Padded:
 
 
 class Prefixes:
-    """Shared prefixes and the suffixes that follow them. Token indices are those of computed tokens."""
+    """Shared prefixes and the suffixes that follow them. Token indices count computed tokens."""
 
     def __init__(self, segments: Segments, starts: list[int], device: torch.device) -> None:
         self.segments, self.device = segments, device
@@ -284,7 +284,7 @@ def options(window: int, scale: float | None) -> dict[str, Any]:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Calls torch's flash operators directly: the host time of its public wrapper exceeds that of this whole class.
+    """Calls torch's flash operators directly: its public wrapper takes more host time than this whole class.
 
     Suffixes attend to their prefixes in a second pass, and both results are combined by their log-partition sums. The
     gradient of each pass is computed from the combined result and the combined sum, which give every key its weight.

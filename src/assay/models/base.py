@@ -106,7 +106,7 @@ class PolicyModel(nn.Module):
         return any(True for _ in quantized_layers(self.network))
 
     def quantize(self, device: torch.device | str) -> None:
-        """Freeze all weights, store those of the layers' linear modules in 4 bits, and move the model to the device.
+        """Freeze all weights, quantize the layers' linear modules to 4 bits, and move the model to the device.
 
         Layers are moved one after the other, so that the device never holds the whole model in its original dtype.
         """

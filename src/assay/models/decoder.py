@@ -246,7 +246,7 @@ def empty_decoder(spec: ModelSpec, device: torch.device | str, dtype: torch.dtyp
 def bridge(
     layer: Layer, following: Layer, x: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Everything from the attention of one layer to that of the next."""
+    """Everything between the attention of a layer and the attention of the next."""
     x = Layer.post_attention(layer, x, attended)
     return x, *Layer.pre_attention(following, x, cos, sin)
 

@@ -60,7 +60,7 @@ def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products with `x`: that of autocast if it is enabled, else the dtype of `x`."""
+    """The dtype of products with `x`: autocast's dtype if it is enabled, else the dtype of `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

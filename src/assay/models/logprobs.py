@@ -49,7 +49,7 @@ def gradient_of(
     grad_entropy: Tensor | None,
     present: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits, which may overwrite them, given those of log-probabilities and entropies.
+    """The gradient of the logits, given the gradients of log-probabilities and entropies. It may overwrite the logits.
 
     With p the probabilities: d logprob / d logit = [target] - p, d entropy / d logit = -p (log p + entropy).
     `present`: which targets are among the columns; None: all. (Others are with other ranks.)
@@ -166,7 +166,7 @@ def token_loss(
     whole: bool = False,
     also: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The sum of a token-level loss of log-probabilities and entropies, which are those of `token_logprobs`.
+    """The sum of a token-level loss of the log-probabilities and entropies of `token_logprobs`.
 
     `loss` is called with slices of the tokens, and its value for one slice must not depend on others. If logits are a
     plain product (`PolicyModel.head`), they are computed only once, not again in the backward pass.

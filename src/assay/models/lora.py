@@ -24,7 +24,7 @@ IN_A_LAYER = re.compile(r"\.\d+\.")
 class Lora:
     rank: int
     alpha: float
-    targets: tuple[str, ...] = (ALL,)  # suffixes of the names of linear layers; `ALL`: those of all decoder layers
+    targets: tuple[str, ...] = (ALL,)  # suffixes of the names of linear layers; `ALL`: all in decoder layers
     base: str = ""  # name of the adapted model
 
 

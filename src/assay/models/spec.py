@@ -146,7 +146,7 @@ class ModelSpec:
     local_rope_theta: float = 0.0  # RoPE base of layers with a window; 0: as all others, which is without scaling
     no_rope: tuple[int, ...] = ()  # layers without rotary embedding
     rotary: int = 0  # leading dimensions of a head that are rotated; 0: all
-    query_scalar: int = 0  # scores of attention are divided by its square root; 0: by that of `head_dim`
+    query_scalar: int = 0  # attention scores are divided by its square root; 0: the same as `head_dim`
 
     @property
     def design(self) -> BlockDesign:

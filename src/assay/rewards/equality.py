@@ -208,7 +208,7 @@ def _gold_statement(gold: str) -> Statement:
 
 
 def _is_rounded(rounded: re.Match[str], gold: str, number: Quantity | None) -> bool:
-    r"""Return whether the decimals of "\frac{1}{3} \approx 0.33" are those of the gold answer, rounded or truncated."""
+    r"""Return whether the decimals of "\frac{1}{3} \approx 0.33" equal the gold answer, rounded or truncated."""
     value = number.value if number is not None else real_value(gold)
     step = Fraction(1, 10 ** len(rounded[3] or ""))
     return value is not None and abs(value - Fraction(rounded[2].replace(",", ""))) < step

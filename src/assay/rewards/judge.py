@@ -148,7 +148,7 @@ class RewardMix(SeveralJudges):
        answer or judging timed out, 0 if the judge itself failed. (1, 0, -1) is a common choice.
     F: 1 if the answer has the requested form, or if `format_pattern` is found in the completion; else 0.
     L: 1 up to `target_length` characters, then decreasing linearly to 0 at twice that.
-    The status is that of the judge.
+    The judge sets the status.
 
     With `names`, reward = sum of weight x reward of the judge, mixed as above if `shaped`, and of the others; `parts`
     also has the reward of each, before weighting, by its name. The first judge decides status and parsed answer. If a

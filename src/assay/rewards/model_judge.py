@@ -2,7 +2,7 @@
 
 The score is the expected value under the probabilities that the model gives to the possible scores, not only the one
 that it writes; a yes/no question gives the probability of yes. Where the endpoint reports no probabilities, the text of
-the reply is read. Replies can be cached on disk, those of reward models too.
+the reply is read. Replies can be cached on disk, also replies of reward models.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class ReplyCache:
         return reply
 
     def put(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
-        """Store a reply. A disk that is full or not writable is no reason to fail: the reply is then not stored."""
+        """Store a reply. If the disk is full or not writable, the reply is not stored, without an error."""
         file = self._file(request)
         name = ""
         try:

@@ -82,7 +82,7 @@ class UnreadableGold(Exception):
 
 
 class WrongForm(Exception):
-    """The answer can be read, but its form differs from that of the gold answer, so it is wrong."""
+    """The answer can be read, but its form differs from the form of the gold answer, so it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from assay.types import Prompt, Status, UserError, Verdict, describe_error, is_v
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
 GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
-JudgeReport = Callable[[int, int], None]  # receives the number of judged items and that of all items
+JudgeReport = Callable[[int, int], None]  # receives the number of judged items and the number of all items
 Sandbox = Literal["auto", "strict", "off"]  # the setting reward.sandbox
 
 MARGIN_S = 2.0  # by which judging may take longer than the program that it runs
@@ -252,7 +252,7 @@ def level_for(judge: Any, sandbox: Sandbox) -> Level:
 
 
 def least_timeout_s(judge: Any) -> float:
-    """Return the shortest sensible time limit of judging: that of programs, and the time to start and stop them.
+    """Return the shortest sensible time limit of judging: the limit of programs plus the time to start and stop them.
 
     With a shorter one, a program that never ends would cost its worker process instead of ending by itself.
     """

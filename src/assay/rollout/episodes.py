@@ -313,7 +313,7 @@ class Stepper:
 
 
 def set_results(futures: Sequence[asyncio.Future[Step]], steps: Sequence[Any]) -> None:
-    """Pass steps, or errors, to those who await them."""
+    """Set steps, or errors, as the results of the futures."""
     for future, step in zip(futures, steps, strict=True):
         if future.done():
             continue

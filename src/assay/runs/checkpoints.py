@@ -171,7 +171,7 @@ def read_best(run_path: Path) -> dict[str, Any] | None:
 
 
 def prune(run_path: Path, keep_last: int) -> list[int]:
-    """Delete all checkpoints except the last `keep_last` (0: all), the best one and that of step 0.
+    """Delete all checkpoints except the last `keep_last` (0: all), the best one and the checkpoint of step 0.
 
     Step 0 has the weights of the evaluation "before". It is kept for comparisons, and has no optimizer state.
     """

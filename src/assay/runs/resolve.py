@@ -132,15 +132,15 @@ FIXED = (
 )
 
 
-def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
+def differences(first: TrainConfig, second: TrainConfig) -> list[str]:
     """The settings in which two configs differ, except for name and folder of the run.
 
     An automatic token budget (0) equals any other: the settings of a run contain the one that was chosen.
     """
     same = {"name", "runs_dir"}
-    if not (one.train.token_budget and other.train.token_budget):
+    if not (first.train.token_budget and second.train.token_budget):
         same.add("train.token_budget")
-    trees = one.model_dump(), other.model_dump()
+    trees = first.model_dump(), second.model_dump()
     pairs = [(key, *(_value(tree, key) for tree in trees)) for key, _ in keys(TrainConfig)]
     return [key for key, left, right in pairs if left != right and key not in same]
 

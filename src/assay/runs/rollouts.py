@@ -248,7 +248,7 @@ def _arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         arrays["token_advantages"] = _aligned(_floats(values), mask)
     for name in COMPUTED:
         values = [getattr(rollout, name) for rollout in rollouts]
-        if any(own is not None for own in values):
+        if any(row is not None for row in values):
             arrays[name] = _aligned(_computed(values, rollouts), mask, math.nan)
     return arrays
 
@@ -256,7 +256,7 @@ def _arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
 def _computed(values: Sequence[Any], rollouts: Sequence[Rollout]) -> np.ndarray:
     """Values of the trained tokens; NaN for rollouts without them."""
     nan = np.array(np.nan, np.float32)
-    parts = [nan.repeat(r.trained) if own is None else np.asarray(own) for own, r in zip(values, rollouts, strict=True)]
+    parts = [nan.repeat(r.trained) if row is None else np.asarray(row) for row, r in zip(values, rollouts, strict=True)]
     return _shortened(np.concatenate(parts))
 
 

@@ -1,6 +1,6 @@
 """The routes of the server: the OpenAI API with the formats of its answers, health and metrics.
 
-See `trainer_api` for those of our trainer, and `classify` for those of a classification model.
+`trainer_api` has the routes for our trainer, and `classify` the routes of a classification model.
 
 A server may send 10,000s of chunks per second, so the parts of a chunk that do not change are formatted once.
 """

@@ -59,7 +59,7 @@ class LoopThread:
             self.loop.call_soon_threadsafe(work)
 
     def stop(self) -> None:
-        self.call(self.loop.shutdown_asyncgens())  # those of answers that were not read to their end
+        self.call(self.loop.shutdown_asyncgens())  # generators of answers that were not read to their end
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()

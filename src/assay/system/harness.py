@@ -54,10 +54,10 @@ class PlainEncoder:
             raise TooLarge(f"the value has more than {MAX_NODES:,} elements")
         if depth > MAX_DEPTH:
             raise TooLarge(f"the value is nested more than {MAX_DEPTH} deep")
-        own = type(value)
-        if value is None or own is bool:
+        exact_type = type(value)
+        if value is None or exact_type is bool:
             return value
-        kind = next((plain for plain in _PLAIN if issubclass(own, plain)), None)
+        kind = next((plain for plain in _PLAIN if issubclass(exact_type, plain)), None)
         if kind is int:
             number = int.__int__(value)
             return number if -_SMALL < number < _SMALL else {"int": hex(number)}
@@ -68,7 +68,11 @@ class PlainEncoder:
         if kind is bytes or kind is bytearray:
             return {kind.__name__: memoryview(value).hex()}
         if kind is complex:
-            return {"complex": [complex(value).real, complex(value).imag]} if own is complex else self._object(value)
+            return (
+                {"complex": [complex(value).real, complex(value).imag]}
+                if exact_type is complex
+                else self._object(value)
+            )
         if kind is dict:
             pairs = dict.items(value)
             return {"dict": [[self.encode(k, depth + 1), self.encode(v, depth + 1)] for k, v in pairs]}
@@ -204,8 +208,13 @@ class ProgramServer:
     def _value(self, value: Any, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Encode a result, and the arguments, which a function may have changed."""
         encoder = PlainEncoder(self._keep)
-        mutable = {str(i): one for i, one in enumerate(arguments) if type(one) in (list, dict, set, bytearray)}
-        return {"value": encoder.encode(value), "changed": {i: encoder.encode(one) for i, one in mutable.items()}}
+        mutable = {
+            str(i): argument for i, argument in enumerate(arguments) if type(argument) in (list, dict, set, bytearray)
+        }
+        return {
+            "value": encoder.encode(value),
+            "changed": {i: encoder.encode(argument) for i, argument in mutable.items()},
+        }
 
     def _keep(self, value: Any) -> int:
         self._objects.append(value)

@@ -86,7 +86,7 @@ def mount_own_proc() -> None:
 
 
 def limit_processes(maximum: int) -> None:
-    """In the first process of a PID namespace: limit its processes, even those of root (Linux 6.14 and later)."""
+    """In the first process of a PID namespace: limit its processes, even if they run as root (Linux 6.14 and later)."""
     version = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
     if version >= (6, 14):  # in earlier versions the value applies to the whole machine
         with suppress(OSError):
@@ -259,7 +259,7 @@ def filter_system_calls(read_only: bool) -> None:
 
 
 def forking_filter() -> list[bytes]:
-    """Return a filter as that of `filter_system_calls`, for a process that forks children and ends them."""
+    """Return a filter like `filter_system_calls`, for a process that forks children and ends them."""
     return _refusals(tuple(name for name in STRICT if name not in ("fork", "vfork")))
 
 
@@ -271,10 +271,10 @@ def forked_filter(read_only: bool) -> list[bytes]:
     return _refusals(("fork", "vfork", "clone")) + _own_process_only(0, read_only)
 
 
-def _own_process_only(own: int, read_only: bool) -> list[bytes]:
-    rules = _conditional("kill", 0, [_step(_EQUAL, own, 1, 0)])
-    rules += _conditional("tgkill", 0, [_step(_EQUAL, own, 1, 0)])
-    rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, own, 1, 0)])
+def _own_process_only(pid: int, read_only: bool) -> list[bytes]:
+    rules = _conditional("kill", 0, [_step(_EQUAL, pid, 1, 0)])
+    rules += _conditional("tgkill", 0, [_step(_EQUAL, pid, 1, 0)])
+    rules += _conditional("prlimit64", 0, [_step(_EQUAL, 0, 2, 0), _step(_EQUAL, pid, 1, 0)])
     for name, (first, second) in _SET_OWNER.items():
         rules += _conditional(name, 1, [_step(_EQUAL, first, 1, 0), _step(_EQUAL, second, 0, 1)])
     if read_only:

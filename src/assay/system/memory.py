@@ -60,7 +60,7 @@ def cgroup_limits(root: Path) -> list[tuple[int, int]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         mounts, names = (("memory",), CGROUP_V1) if controllers else (("", "unified"), CGROUP_V2)
-        # In a container, the path may be that of the host; the container's own cgroup is then the mounted one.
+        # In a container, the path may be a path of the host; the container's own cgroup is then the mounted one.
         parents = [
             *accumulate((part for part in path.split("/") if part not in ("", "..")), "{}/{}".format, initial="")
         ]

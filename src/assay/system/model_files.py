@@ -34,7 +34,7 @@ def check_model_files(folder: Path) -> None:
 
 
 def numbers_in(values: Any) -> Iterator[tuple[str, int | float]]:
-    """All numbers of a config with their keys, also those of nested configs."""
+    """All numbers of a config with their keys, also of nested configs."""
     for key, value in values.items() if isinstance(values, dict) else ():
         if isinstance(value, int | float):
             yield key, value

@@ -76,7 +76,7 @@ class Usage:
         names = ("prompt_tokens", "completion_tokens") if isinstance(usage, Mapping) else ()
         counts = [usage.get(name) for name in names]
         self.requests += 1
-        if not counts or not all(isinstance(one, int) and one >= 0 for one in counts):
+        if not counts or not all(isinstance(count, int) and count >= 0 for count in counts):
             self.uncounted += 1
             return None
         self.prompt_tokens += counts[0]
@@ -237,7 +237,7 @@ class Endpoint:
         return answer
 
     def garbage(self, path: str, answer: Mapping[str, Any], what: str) -> EndpointError:
-        """The error for an answer of another form than that of the OpenAI API."""
+        """The error for an answer that does not follow the OpenAI API."""
         shown = self._without_key(excerpt(json.dumps(answer), 80))
         return EndpointError(f"{self.url}{path} answered {shown}, which has no {what}: {self._is_it_one()}")
 
@@ -255,7 +255,7 @@ class Endpoint:
 
 
 def new_client(url: str, api_key: str, proxies: bool = True) -> Any:
-    """A client of httpx, with limits on opening connections only. `proxies`: use those of the environment."""
+    """A client of httpx, with limits on opening connections only. `proxies`: use proxies of the environment."""
     import httpx
 
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
@@ -423,7 +423,7 @@ def check_url(text: str) -> str:
 
 
 def message_of(answer: Answer) -> str:
-    """The error message in an answer: OpenAI's format, that of FastAPI, or the beginning of the text."""
+    """The error message in an answer: OpenAI's format, FastAPI's format, or the beginning of the text."""
     with suppress(ValueError):
         content = parse_json(answer.text)
         if isinstance(content, Mapping):

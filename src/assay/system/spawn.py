@@ -48,8 +48,8 @@ _COPY_BYTES = 4096  # a pipe that is ready for writing accepts this many bytes w
 class ChildProcess:
     """A fresh interpreter that runs `main()` of a module, connected by its stdin and stdout.
 
-    `sys.path` is that of this process, `sys.argv[2:]` are `arguments`. STOP_SIGNALS are blocked in the child until it
-    calls `ignore_stop_signals`. A `supervised` child must call `fork_under_supervisor` first.
+    It gets the `sys.path` of this process, and `arguments` as `sys.argv[2:]`. STOP_SIGNALS are blocked in the child
+    until it calls `ignore_stop_signals`. A `supervised` child must call `fork_under_supervisor` first.
     """
 
     def __init__(
@@ -373,8 +373,8 @@ def reply(method: Callable[..., Any], arguments: Sequence[Any]) -> Reply:
             result = method(*arguments)
         except BaseException as raised:
             error = _portable(raised)
-    categories = [one.category if one.category.__module__ == "builtins" else UserWarning for one in caught]
-    return result, error, [(kind, str(one.message)) for kind, one in zip(categories, caught, strict=True)]
+    categories = [warning.category if warning.category.__module__ == "builtins" else UserWarning for warning in caught]
+    return result, error, [(kind, str(warning.message)) for kind, warning in zip(categories, caught, strict=True)]
 
 
 def _portable(error: BaseException) -> BaseException:

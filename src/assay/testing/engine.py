@@ -52,7 +52,7 @@ class Record:
             if isinstance(event, TokenChunk):
                 self.chunks[request_id, event.sample].append(event)
             else:
-                require(isinstance(event, Finished), f"step returned {event!r:.60}, which is no event")
+                require(isinstance(event, Finished), f"step returned {event!r:.60}, which is not an event")
                 finished[event.sample] = event.completion
 
     def group(self, request_id: int) -> list[Completion]:
@@ -345,7 +345,7 @@ def entropy_and_kept_mass(probe: Probe) -> None:
         if probe.policy is not None:
             logprobs = probe.distributions(completion, probe.hot.temperature)
             expected = -float((logprobs.exp() * logprobs).sum(-1).mean())
-            require(abs(entropy - expected) <= probe.tolerance, "entropy is not that of the policy")
+            require(abs(entropy - expected) <= probe.tolerance, "entropy is not the entropy of the policy")
     if capabilities.kept_mass:
         kept_mass = reported(truncated, "kept_mass")
         require(abs(reported(free, "kept_mass") - 1.0) <= probe.tolerance, "kept_mass is not 1 without truncation")
@@ -354,7 +354,7 @@ def entropy_and_kept_mass(probe: Probe) -> None:
             mass = float(
                 probe.distributions(truncated, probe.hot.temperature).exp().topk(2, dim=-1).values.sum(-1).mean()
             )
-            require(abs(kept_mass - mass) <= probe.tolerance, "kept_mass is not that of the policy")
+            require(abs(kept_mass - mass) <= probe.tolerance, "kept_mass is not the policy's kept mass")
 
 
 def streaming(probe: Probe) -> None:
@@ -369,7 +369,7 @@ def streaming(probe: Probe) -> None:
         require(ids == completion.token_ids, "the chunks of a sample are not its completion")
         require(len(logprobs) == len(ids), "a chunk has not one log-probability per token")
         equal = probe.close(logprobs, completion.engine_logprobs)
-        require(equal, "log-probabilities of chunks are not those of the completion")
+        require(equal, "log-probabilities of chunks differ from the completion")
 
 
 def abort(probe: Probe) -> None:

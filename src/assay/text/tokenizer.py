@@ -308,8 +308,8 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", BOOL: 
 def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     """The tokenizer of a GGUF file as a transformers tokenizer, and its end tokens.
 
-    The end tokens are those that the file names, which for chat models are often only those that end a turn, and
-    `TEXT_ENDS`, which generation_config.json lists for the same models.
+    The end tokens are `TEXT_ENDS`, which generation_config.json lists for the same models, and the tokens that the file
+    names. For chat models, the file often names only the tokens that end a turn.
     """
     metadata = read_metadata(path)
     if "tokenizer.ggml.model" not in metadata:

@@ -178,7 +178,7 @@ class AsyncSource(OnPolicySource):
         self._saved: list[Group] = []  # the finished groups of the last `state_dict`
 
     def next(self, state: RunState) -> SampledGroups:
-        """Wait for the groups of a batch, and start those of later batches."""
+        """Wait for the groups of a batch, and start the groups of later batches."""
         if self.stopping:
             self.stopping.check()
         outcome = self.collector.mesh.on_main(lambda: self._next(state))
@@ -257,12 +257,12 @@ class AsyncSource(OnPolicySource):
         lengths += self.stream.drop(stale)
         self._activity.expired += len(expired)
         again = expired if self.cancels else [*stale, *expired]
-        self._start([replace(one, version=step, restarts=one.restarts + 1) for one in again])
+        self._start([replace(ticket, version=step, restarts=ticket.restarts + 1) for ticket in again])
 
     def _start_groups(self, state: RunState, wanted: int = 0, answers: int = 0) -> None:
-        """Start as many groups as may be sampled now: the `wanted` ones of the step, and those of later steps."""
+        """Start as many groups as may be sampled now: `wanted` for the step, and more for later steps."""
         unstarted, self._unstarted = self._unstarted, []
-        self._start([replace(one, version=state.step) for one in unstarted])
+        self._start([replace(ticket, version=state.step) for ticket in unstarted])
         present = len(self.stream.sampling) + len(self._ready)
         allowed = self.prompts_per_step * self.max_staleness + wanted
         allowed = min(allowed, self._groups_left(state, wanted, answers))
@@ -349,26 +349,26 @@ class AsyncSource(OnPolicySource):
     def _state(self) -> tuple[dict[str, Any], list[Group]]:
         self._receive(wait=False)
         running = sorted([*self.stream.sampling, *self._unstarted], key=lambda ticket: ticket.number)
-        own = {
+        source_state = {
             "next_number": self._next_number,
             "running": [saved_ticket(ticket) for ticket in running],
             "finished": [saved_ticket(ticket) for ticket, _ in self._ready],
             "seen": dict(self._seen),
             "seen_version": self._seen_version,
         }
-        return {"cursor": self.prompts.cursor, "source": own}, [group for _, group in self._ready]
+        return {"cursor": self.prompts.cursor, "source": source_state}, [group for _, group in self._ready]
 
     def load_state_dict(self, saved: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
         super().load_state_dict(saved)
         if self.stream.sampling:  # all servers had failed: groups are sampled again
             self.stream.close()
             self.stream, self._before = GroupStream(self.collector, self.thread), None
-        if (own := saved.get("source")) is None:  # the run was synchronous until now
+        if (source_state := saved.get("source")) is None:  # the run was synchronous until now
             return
-        self._next_number = own["next_number"]
-        self._seen, self._seen_version = Counter(own["seen"]), own["seen_version"]
-        self._unstarted = [self._restored(**ticket) for ticket in own["running"]]
-        finished = [self._restored(**ticket) for ticket in own["finished"]]
+        self._next_number = source_state["next_number"]
+        self._seen, self._seen_version = Counter(source_state["seen"]), source_state["seen_version"]
+        self._unstarted = [self._restored(**ticket) for ticket in source_state["running"]]
+        finished = [self._restored(**ticket) for ticket in source_state["finished"]]
         if len(groups) != len(finished):
             raise UserError(
                 f"the checkpoint has {len(groups)} finished groups, and its state names {len(finished)}: resume "

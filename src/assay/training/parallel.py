@@ -6,8 +6,8 @@ Ranks compare settings, code, data and weights at the start of a run, and replic
 learning rate on one rank would only show in the results, and a different number of steps would make the other ranks
 wait forever.
 
-The policy is sharded by tensor parallelism, then by FSDP2 or plain data parallelism. Token weights in the loss are
-those of the whole batch, so gradients of data-parallel ranks are summed, not averaged. The optimizer state of a sharded
+The policy is sharded by tensor parallelism, then by FSDP2 or plain data parallelism. Token weights in the loss
+refer to the whole batch, so gradients of data-parallel ranks are summed, not averaged. The optimizer state of a sharded
 model is saved by torch.distributed.checkpoint in its safetensors format: each rank writes its shards, and any layout
 can read them. Files of full tensors are read in the same way.
 """
@@ -194,7 +194,7 @@ def pick_mode(mode: str, policy: PolicyModel, mesh: Mesh) -> str:
     if mode != "auto":
         return mode
     if policy.quantized or policy.device.type != mesh.device.type:
-        return "ddp"  # quantized weights, and those of a training process, cannot be sharded
+        return "ddp"  # quantized weights, and weights of a training process, cannot be sharded
     size = sum(weight.numel() for weight in policy.parameters())
     return "fsdp" if mesh.device.type == "cuda" and size >= LARGE else "ddp"
 

@@ -204,10 +204,11 @@ def task_metrics(answers: Sequence[Rollout]) -> dict[str, float]:
         if label := rollout.prompt.fields.get(TASK_LABEL):
             tasks.setdefault(label, []).append(rollout)
     metrics: dict[str, float] = {}
-    for label, own in sorted(tasks.items()):
-        known = [rollout.reward for rollout in own if not rollout.failed] or [0.0]
+    for label, task_rollouts in sorted(tasks.items()):
+        known = [rollout.reward for rollout in task_rollouts if not rollout.failed] or [0.0]
         metrics[f"task/{label}/reward"] = sum(known) / len(known)
-        metrics[f"task/{label}/correct"] = sum(r.verdict is not None and r.verdict.correct for r in own) / len(own)
+        correct = [r.verdict is not None and r.verdict.correct for r in task_rollouts]
+        metrics[f"task/{label}/correct"] = sum(correct) / len(correct)
     return metrics
 
 
@@ -255,7 +256,7 @@ class RunEvaluator:
     def results(self, policy: PolicyModel, step: int, repeatable: bool) -> dict[str, Any]:
         """Compare the evaluation after `step` steps with the first ones, for the summary.
 
-        `repeatable`: whether the weights of the evaluation "before" are those of the checkpoint of step 0.
+        `repeatable`: whether the evaluation "before" used the weights in the checkpoint of step 0.
         """
         path, split = self.directory.path, self.cfg.eval.final_split
         lines = self.collector.mesh.on_main(lambda: rollouts.read_lines(path, step, "eval", f"after-{split}"))

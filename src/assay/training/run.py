@@ -246,7 +246,7 @@ class TrainingRun:
 
     def load_state_dict(self, saved: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
         """`groups`: those that the source had saved."""
-        self.state = RunState(**{one.name: saved[one.name] for one in fields(RunState)})
+        self.state = RunState(**{state_field.name: saved[state_field.name] for state_field in fields(RunState)})
         self.source.load_state_dict(saved, groups)
         self.learner.algo.load_state_dict(saved["algorithm"])
         self.weight_sync.load_state_dict(saved["weight_sync"])

@@ -125,7 +125,7 @@ class OnPolicySource:
         return sampled
 
     def _take(self, count: int, state: RunState, answers: int) -> list[Group]:
-        """Sample and judge `count` groups; fewer if the run needs no more. `answers`: those of the step so far."""
+        """Sample and judge `count` groups; fewer if the run needs no more. `answers`: number in the step so far."""
         prompts = [prompt for _, prompt in self._next_accepted(count, state.step)]
         return self.collector.collect(prompts, self.params, (self.seed, state.step), seen=self._seen)
 
@@ -222,7 +222,7 @@ class ReplayBuffer:
     def inherit(self, folder: str | Path, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
         """Add the groups that another run saved; they count as sampled one step before this run started.
 
-        Versions of another run cannot be compared with those of this run. Ages therefore count the steps of this run
+        Versions of different runs cannot be compared. Ages therefore count the steps of this run
         only. Importance ratios do not depend on versions: they use the saved log-probabilities.
         """
         groups = list(ReplayBuffer.load(folder))
@@ -266,9 +266,9 @@ class ReplayBuffer:
         ages = f", mean age {self.mean_age(version):.1f}" if version is not None and rollouts else ""
         lines = [f"{len(self)} of {self.capacity} groups, {plural(len(rollouts), 'rollout')}{ages}"]
         for sampled_by, count in sorted(Counter(version_of(group) for group in self.groups).items()):
-            own = [r for group in self.groups if version_of(group) == sampled_by for r in group.rollouts]
-            mean = sum(r.reward for r in own) / len(own)
-            length = sum(r.length for r in own) / len(own)
+            version_rollouts = [r for group in self.groups if version_of(group) == sampled_by for r in group.rollouts]
+            mean = sum(r.reward for r in version_rollouts) / len(version_rollouts)
+            length = sum(r.length for r in version_rollouts) / len(version_rollouts)
             lines.append(
                 f"version {sampled_by}: {plural(count, 'group')}, mean reward {mean:.3f}, mean length {length:.1f}"
             )

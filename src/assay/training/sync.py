@@ -141,20 +141,20 @@ def as_served(policy: PolicyModel, dtype: torch.dtype) -> Iterator[list[Tensor]]
                 if (layer := quantized.get(name)) is not None:
                     replaced.append((layer, weight.to(dtype).to(layer.weight_scales.dtype, copy=True)))
                     continue
-                own = local_tensor(parameters[name].detach())
-                saved.append((own, own.clone()))
-                own.copy_(local_tensor(like(weight, parameters[name])).to(dtype))
+                local_parameter = local_tensor(parameters[name].detach())
+                saved.append((local_parameter, local_parameter.clone()))
+                local_parameter.copy_(local_tensor(like(weight, parameters[name])).to(dtype))
         for layer, weight in replaced:
             layer.substitute = weight
         with policy.adapters_off():
-            yield [*(own for own, _ in saved), *(weight for _, weight in replaced)]
+            yield [*(local_parameter for local_parameter, _ in saved), *(weight for _, weight in replaced)]
     finally:
         reshard(policy)
         for layer, _ in replaced:
             layer.substitute = None
         with torch.no_grad():
-            for own, before in saved:
-                own.copy_(before)
+            for local_parameter, before in saved:
+                local_parameter.copy_(before)
 
 
 def like(weight: Tensor, parameter: Tensor) -> Tensor:
@@ -194,13 +194,15 @@ def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.n
         mesh=updater.mesh,
     )
     rows = [Row(list(ids), [0] + [1] * (len(ids) - 1), [0.0] * len(ids), 0.0, 0.0) for ids in sequences]
-    return np.concatenate([np.array(one) for one in scorer.scores(rows, NEUTRAL, "trainer")])
+    return np.concatenate([np.array(row_scores) for row_scores in scorer.scores(rows, NEUTRAL, "trainer")])
 
 
 def engine_scores(engine: BaseEngine, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """The same of the engine, or of each of its servers, by name."""
+    """Log-probabilities of the engine, or of each of its servers, by name."""
     scores = engine.score_each(sequences).items()
-    return {name: np.concatenate([np.array(one, dtype=float) for one in own]) for name, own in scores}
+    return {
+        name: np.concatenate([np.array(row, dtype=float) for row in server_scores]) for name, server_scores in scores
+    }
 
 
 @dataclass(frozen=True)

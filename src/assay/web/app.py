@@ -62,7 +62,7 @@ class Guard:
     """Refuses requests without the token, of other sites, or with a host name that is not this machine's."""
 
     def __init__(self, app: ASGIApp, token: str, hosts: frozenset[str] = frozenset()) -> None:
-        """`hosts`: accepted host names in addition to those of the loopback interface; "*" for any IP address."""
+        """`hosts`: accepted host names besides names of the loopback interface; "*" for any IP address."""
         self.app, self.token, self.hosts = app, token, hosts
         # With its own name, another `assay view` on the same machine does not replace the cookie.
         self.cookie = "assay_" + hashlib.sha256(token.encode()).hexdigest()[:12]

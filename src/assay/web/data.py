@@ -118,7 +118,7 @@ class RunView:
         self._lock = threading.Lock()
         self._ready = threading.Event()  # set when the table has all rollouts
         self._waited = False
-        self._table_files: Any = None  # those of the table
+        self._table_files: Any = None  # the files in the table
         self._table_due = 0.0
         self._tokens: Future[tuple[RunTokenizer | None, str | None]] | None = None
         self._findings: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ class RunView:
         return more
 
     def current_table(self) -> RolloutTable:
-        """The rollouts that are indexed so far. Waits a moment for those of a small run."""
+        """The rollouts that are indexed so far. Waits a moment, so that a small run is indexed completely."""
         if self._request_index is None:
             while self.update_index():
                 pass
@@ -505,7 +505,7 @@ def _rows(pairing: Pairing, keys: list[Key], files: list[tuple[RunView, IndexedF
 
 @lru_cache(KEPT_ARRAYS)
 def step_arrays(folder: RunFolder, name: str, stamp: Stamp | None) -> dict[str, np.ndarray]:
-    """The arrays of a training step. The latest are kept; `stamp` is that of their file."""
+    """The arrays of a training step. The latest are kept; `stamp` changes with their file."""
     return read_arrays(folder, name)
 
 

@@ -413,8 +413,8 @@ class RunTokenizer:
     def pieces(self, ids: Sequence[int]) -> tuple[list[str], dict[int, str]]:
         """The text of each token: joined, they are the decoded text. And bytes, in hexadecimal, by position.
 
-        Of a character that takes several tokens, the last token has the text. The tokens of such characters, and
-        those that are not valid UTF-8, have their bytes in the second result.
+        Of a character that takes several tokens, the last token has the text. Tokens of such characters, and
+        tokens that are not valid UTF-8, have their bytes in the second result.
         """
         detokenizer = Detokenizer(self.decode)
         texts = [detokenizer.add([index]) for index in ids]

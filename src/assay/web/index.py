@@ -227,7 +227,7 @@ def question_of(messages: Any) -> str:
 
 
 def question_hash(line: Mapping[str, Any]) -> int:
-    """Identifies the question: by id, messages except those of the system, and gold answer."""
+    """Identifies the question: by id, messages except system messages, and gold answer."""
     messages = line.get("messages")
     asked = [
         message.get("content")
@@ -292,19 +292,19 @@ def arrays_name(name: str) -> str:
 
 def arrays_problem(folder: RunFolder, name: str, lines: int) -> str | None:
     """Why the arrays of a rollout file cannot be shown; None if they can."""
-    own = arrays_name(name)
+    arrays_file = arrays_name(name)
     try:
         offsets = read_arrays(folder, name, ["offsets"])["offsets"]
     except FileNotFoundError:
-        return f"{own} is missing: its tokens cannot be shown"
+        return f"{arrays_file} is missing: its tokens cannot be shown"
     except ARRAY_ERRORS as error:
-        return reason_of(own, error)
+        return reason_of(arrays_file, error)
     if len(offsets) != lines + 1:
-        return f"{name} has {lines} lines, and {own} has {max(len(offsets) - 1, 0)} answers: they do not match"
+        return f"{name} has {lines} lines, and {arrays_file} has {max(len(offsets) - 1, 0)} answers: they do not match"
     with suppress(*ARRAY_ERRORS):  # files of version 1 have none
         newest = int(read_arrays(folder, name, ["schema"])["schema"][0])
         if newest > SCHEMA:
-            return newer_schema(own, newest)
+            return newer_schema(arrays_file, newest)
     return None
 
 
@@ -361,17 +361,21 @@ def token_columns(arrays: Mapping[str, np.ndarray], index: int, line: Mapping[st
     def values(name: str, where: np.ndarray) -> list[float | None] | None:
         if name not in arrays:
             return None
-        own = arrays[name][start:end].astype(float)
-        if len(own) != len(ids):
+        token_values = arrays[name][start:end].astype(float)
+        if len(token_values) != len(ids):
             raise ValueError(f"{name} has another length than the tokens")
-        known = where & np.isfinite(own)
-        listed = own.tolist() if known.all() else [value if ok else None for value, ok in zip(own, known, strict=True)]
+        known = where & np.isfinite(token_values)
+        listed = (
+            token_values.tolist()
+            if known.all()
+            else [value if ok else None for value, ok in zip(token_values, known, strict=True)]
+        )
         return listed if known.any() else None
 
     advantages = values("token_advantages", mask) if line.get("by_token") else None
-    own = finite_number(line.get("advantage"))
-    if advantages is None and own is not None:
-        advantages = [own if trained else None for trained in mask.tolist()]
+    advantage = finite_number(line.get("advantage"))
+    if advantages is None and advantage is not None:
+        advantages = [advantage if trained else None for trained in mask.tolist()]
     return {
         "ids": ids.tolist(),
         "mask": mask.astype(int).tolist(),

@@ -292,8 +292,8 @@ def select_samples(view: RunView, limits: ReportLimits) -> tuple[list[Samples], 
         rollouts: list[dict[str, Any]] = []
         for row in chosen:
             try:
-                one = view.rollout(row["source"], row["step"], row["index"])
-                rollouts.append(shortened_rollout(one, limits, tokens=len(rollouts) < with_tokens))
+                rollout = view.rollout(row["source"], row["step"], row["index"])
+                rollouts.append(shortened_rollout(rollout, limits, tokens=len(rollouts) < with_tokens))
             except (ViewError, OSError) as error:
                 problems.append(str(error))
         if rollouts:

@@ -99,13 +99,13 @@ class RolloutTable:
         self.questions: list[str] = []
         parts = []
         for file in self.files:
-            own = np.empty(max(len(file.prompts), 1), np.int64)
+            file_numbers = np.empty(max(len(file.prompts), 1), np.int64)
             for place, (identifier, question) in enumerate(file.prompts):
                 number = numbers.setdefault(identifier, len(numbers))
                 if number == len(self.questions):
                     self.questions.append(question)
-                own[place] = number
-            parts.append(own[file.rows["prompt"]])
+                file_numbers[place] = number
+            parts.append(file_numbers[file.rows["prompt"]])
         self.prompt_numbers = numbers
         self.prompt_ids = list(numbers)
         self.prompt = np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -102,8 +102,8 @@ class NativeEngine(LocalEngine):
     # -- at the boundary between two steps
 
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
-        requests = {one for one in ids if not isinstance(one, tuple)}
-        in_part = {one[0] for one in ids if isinstance(one, tuple)}
+        requests = {target for target in ids if not isinstance(target, tuple)}
+        in_part = {target[0] for target in ids if isinstance(target, tuple)}
         for _ in range(len(self.incoming)):  # in place: another thread may be adding requests
             request_id, request = self.incoming.popleft()
             if request_id in in_part or (request_id in requests and request.continues is not None):
@@ -315,7 +315,7 @@ class NativeEngine(LocalEngine):
     def drop_requests(self) -> None:
         """Also drops the KV cache: kept sequences are computed again."""
         self._release_unreported()
-        kept = {handle: Kept(one.tokens, []) for handle, one in self.scheduler.kept.items()}
+        kept = {handle: Kept(sequence.tokens, []) for handle, sequence in self.scheduler.kept.items()}
         kept |= {handle: Kept(tokens, []) for handle, tokens in self._continued()}
         self.in_flight.clear()
         self.incoming.clear()

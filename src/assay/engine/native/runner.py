@@ -75,7 +75,7 @@ class Runner:
         predicts = np.ones(sum(lengths), dtype=bool)
         predicts[np.cumsum(lengths) - 1] = False
         hidden = hidden[self.rows.upload(predicts)]
-        targets = self.rows.upload(np.concatenate([np.asarray(one[1:], dtype=np.int64) for one in sequences]))
+        targets = self.rows.upload(np.concatenate([np.asarray(sequence[1:], dtype=np.int64) for sequence in sequences]))
         size = max(SCORE_LOGITS // self.network.spec.vocab_size, 1)
         parts = [
             target_logprobs(
@@ -180,7 +180,7 @@ class GraphRunner(Runner):
             self.shared.write(plan, self.rows.upload)
 
     def decode(self, size: int, steps: int, span: int) -> None:
-        rows, kv_heads = next(one for one in self.sizes if one >= size), self.network.spec.kv_heads
+        rows, kv_heads = next(graph_size for graph_size in self.sizes if graph_size >= size), self.network.spec.kv_heads
         # For few rows, splitting sequences is faster; float32 products leave no registers for shared prefixes.
         sharing = self.sharing and rows * kv_heads >= SHARING_PROGRAMS and self.dtype.itemsize == 2
         splits = 1 if sharing else self.attention.default_splits(rows, kv_heads, span)

@@ -186,9 +186,9 @@ class Scheduler:
         sample.blocks = prefix.blocks[:full]
         self.blocks.share(sample.blocks)
         if full < len(prefix.blocks):
-            (own,) = self.blocks.allocate(1)
-            plan.copies.append((prefix.blocks[full], own))
-            sample.blocks.append(own)
+            (block,) = self.blocks.allocate(1)
+            plan.copies.append((prefix.blocks[full], block))
+            sample.blocks.append(block)
 
     def _can_spare(self, wanted: int, prefix: Prefix) -> bool:
         """Whether this number of blocks can be allocated and one is left per running sample, to avoid preemptions."""

@@ -297,7 +297,7 @@ class Follower:
             case "add", [request_id, request]:
                 add_as(engine, request_id, request)
             case "abort", [ids]:
-                engine.abort(tuple(one) if isinstance(one, list) else one for one in ids)
+                engine.abort(tuple(target) if isinstance(target, list) else target for target in ids)
             case "update_weights", [version]:
                 engine.update_weights(ReceivedWeights(self.link), version)
             case "drop_requests", [step, next_handle, kept]:

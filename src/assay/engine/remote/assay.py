@@ -196,7 +196,7 @@ class AssayEngine(RemoteEngine):
                 f"{server.url} has sampled with weights of version {completion.oldest_version}, not {version}: it was "
                 "restarted, or another run uses it; resume this run from its last checkpoint"
             )
-        newest = max(one for one, _ in completion.versions)
+        newest = max(span_version for span_version, _ in completion.versions)
         if newest > self.newest_version >= 0:
             raise ServerStale(
                 f"{server.url} has sampled with weights of version {newest}, but this run has sent only versions up to "
@@ -233,7 +233,7 @@ class AssayEngine(RemoteEngine):
             self.call_all("POST", "/engine/weights", body)
 
     async def _score(self, server: Server, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": temperature}
+        body = {"sequences": [pack(ids, IDS) for ids in sequences], "temperature": temperature}
         answer = await self.post(server, "/engine/score", body, tokens=sum(map(len, sequences)))
         with self.reading("no scores"):
             return unpacked_scores(answer)

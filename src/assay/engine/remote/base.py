@@ -225,7 +225,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         if not isinstance(ids, list):
             raise self.garbage("something that is not a list of tokens")
         vocabulary = self.info.vocab_size
-        if not least <= len(ids) <= limit or not all(type(one) is int and 0 <= one < vocabulary for one in ids):
+        if not least <= len(ids) <= limit or not all(type(token) is int and 0 <= token < vocabulary for token in ids):
             raise self.garbage(f"{len(ids)} tokens, where {least} to {limit} of the vocabulary were expected")
         return ids
 
@@ -336,7 +336,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     def _start(self, sent: SentRequest, job: Job) -> list[SampleBatch]:
         """Assign a request to the server with the fewest unfinished samples, and start its tasks."""
         server, samples = self.least_busy(), sent.unfinished
-        groups = [[one] for one in samples] if self.splits_samples else [samples]
+        groups = [[sample] for sample in samples] if self.splits_samples else [samples]
         batches = [SampleBatch(sent, job, group, server) for group in groups]
         for batch in batches:
             batch.assign(server)

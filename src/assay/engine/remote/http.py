@@ -6,7 +6,7 @@ weights.
 A server is retired when it cannot be reached, does not answer questions about its health in time, returns garbage, or
 samples with earlier weights because it was restarted. Its requests are sent to other servers, with the same seeds. The
 next weight update includes every retired server that is healthy again. Such a server gets requests only after it has
-shown that its weights are those of the other servers.
+shown that its weights equal the weights of the other servers.
 
 The last server is retired only if it has ended, hangs, or has lost its weights. Then all requests fail, and `lost` is
 true until a weight update reaches a server again: training repeats the update until then, for `recover_s` seconds. With
@@ -77,7 +77,7 @@ class ServerFailed(ServerError):
 
 
 class ServerGarbage(ServerError):
-    """The answer of the server has not the expected form."""
+    """The answer of the server does not have the expected form."""
 
 
 class ServerStale(ServerError):
@@ -144,8 +144,8 @@ class HttpServers:
     ) -> Any:
         """Send a request; the JSON of the answer (None if it is empty). Raises a `ServerError`.
 
-        `is_json`: False for an answer that is text, which is returned as it is. `tokens`: those that the answer is
-        about, which limit its size.
+        `is_json`: False for an answer that is text, which is returned as it is. `tokens`: number of tokens
+        that the answer is about, which limits its size.
         """
         limit = timeout_s or self.timeout_s
         with self._reported(server, path, limit):
@@ -160,7 +160,7 @@ class HttpServers:
         return await self.request(server, "POST", path, payload, **options)
 
     def call(self, server: Server, method: str, path: str, payload: Any = None, **options: Any) -> Any:
-        """`request`, from another thread than that of the event loop."""
+        """`request`, from a thread other than the thread of the event loop."""
         return self.loop.call(self.guarded(server, self.request(server, method, path, payload, **options)))
 
     def call_all(self, method: str, path: str, payload: Any = None, **options: Any) -> list[Any]:
@@ -177,21 +177,21 @@ class HttpServers:
         answers: dict[Server, Any] = {}
 
         async def together(servers: Sequence[Server]) -> list[Any]:
-            calls = (self.request(one, method, path, body(one), **options) for one in servers)
-            guarded = (self.guarded(one, call) for one, call in zip(servers, calls, strict=True))
+            calls = (self.request(server, method, path, body(server), **options) for server in servers)
+            guarded = (self.guarded(server, call) for server, call in zip(servers, calls, strict=True))
             return await asyncio.gather(*guarded, return_exceptions=True)
 
         asked = self.require(self.servers)
         for pause in (*PAUSES_S, 0.0):
             answers |= zip(asked, self.loop.call(together(asked)), strict=True)
-            failed = {one: answers.pop(one) for one in asked if isinstance(answers[one], BaseException)}
+            failed = {server: answers.pop(server) for server in asked if isinstance(answers[server], BaseException)}
             if not answers and (other := next((e for e in failed.values() if not is_lost(e)), None)):
                 raise other  # all servers fail: the request may be at fault
-            gone = {one: is_lost(e) and not pause for one, e in failed.items()}
+            gone = {server: is_lost(e) and not pause for server, e in failed.items()}
             asked = [
-                one
-                for one, e in failed.items()
-                if not isinstance(e, ServerError) or not self.retire(one, str(e), gone[one])
+                server
+                for server, e in failed.items()
+                if not isinstance(e, ServerError) or not self.retire(server, str(e), gone[server])
             ]
             if not asked:
                 break
@@ -226,12 +226,12 @@ class HttpServers:
                 done.set_exception(error)
 
         loop, thread = self.loop.loop, threading.Thread(target=run, name="assay-collective", daemon=True)
-        calls = [asyncio.run_coroutine_threadsafe(post(one, *request), loop) for one, request in posts.items()]
+        calls = [asyncio.run_coroutine_threadsafe(post(server, *request), loop) for server, request in posts.items()]
         thread.start()
         try:
             wait([*calls, done], return_when=FIRST_EXCEPTION)
-            for one in [call for call in calls if call.done()] + [done, *calls]:  # errors of servers are the cause
-                one.result()
+            for future in [call for call in calls if call.done()] + [done, *calls]:  # errors of servers are the cause
+                future.result()
         except BaseException:
             with suppress(Exception):
                 abort()
@@ -288,10 +288,10 @@ class HttpServers:
         """Log-probabilities of this number of tokens. Rounding errors above 0 stay, as in the native engine."""
         if problem := logprob_problem(values, count):
             raise self.garbage(problem)
-        return [float(one) for one in values]
+        return [float(value) for value in values]
 
     def garbage(self, what: str) -> ServerGarbage:
-        """The error for an answer that has not the expected form."""
+        """The error for an answer that does not have the expected form."""
         return ServerGarbage(
             f"a {self.kind} server returned {self._hide(what)}: is another program or version running there?"
         )
@@ -420,7 +420,7 @@ class SupervisedServers(HttpServers):
     health_path: ClassVar[str] = "/health"
     info: EngineInfo
     transport: Transport | None = None
-    health_timeout_s: float  # time limit of an answer to a question about health; 0: there are no questions
+    health_timeout_s: float  # time limit of a health check; 0: there are no health checks
     recover_s: float  # how long to wait for a server after all of them have failed
     notify: Callable[[str], None]  # gets a line when a server is retired and when it serves again, from any thread
     failures = retries = 0  # retired servers, and requests that were sent again
@@ -447,7 +447,7 @@ class SupervisedServers(HttpServers):
         scores = self.loop.call(self.guarded(server, self._score(server, sequences, temperature)))
         if len(scores) != len(sequences):
             raise self.garbage("not one list of log-probabilities per sequence")
-        return [self.valid_logprobs(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True)]
+        return [self.valid_logprobs(row, len(ids) - 1) for row, ids in zip(scores, sequences, strict=True)]
 
     def score_anywhere(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         while True:
@@ -493,13 +493,13 @@ class SupervisedServers(HttpServers):
         """
         serving = self.serving() or self.all_servers
         others = [server for server in serving if server is not avoided]
-        return min(others or serving, key=lambda one: one.running)
+        return min(others or serving, key=lambda server: server.running)
 
     def retire(self, server: Server, reason: str, gone: bool = False) -> bool:
         with self._states:
             if server.state is ServerState.RETIRED:
                 return True
-            others = [one for one in self.serving() if one is not server]
+            others = [other for other in self.serving() if other is not server]
             was_serving = server.state is ServerState.SERVING
             if self.info.version < 0:  # before the first weight update, settings may be wrong
                 return False
@@ -526,7 +526,7 @@ class SupervisedServers(HttpServers):
         gone = isinstance(error, ServerStale) or (isinstance(error, ServerUnreachable) and repeated)
         return at_fault and self.retire(server, str(error), gone)
 
-    # -- questions about health, in the thread of the event loop
+    # -- health checks, in the thread of the event loop
 
     def _watch(self) -> None:
         """Begin to ask all servers about their health."""
@@ -617,7 +617,7 @@ class SupervisedServers(HttpServers):
 
 
 def check_proof(url: str, proof: Any, other_url: str, expected: Any) -> None:
-    """Raise `ServerStale` unless a server has the proof that is expected, which is that of another server."""
+    """Raise `ServerStale` unless the proof of a server matches `expected`, the proof of another server."""
     if isinstance(expected, np.ndarray):
         if problem := gap_problem(proof, expected, PROOF_LIMIT):
             raise ServerStale(f"{url} has other weights than {other_url}: {problem}")

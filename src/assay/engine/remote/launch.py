@@ -78,7 +78,7 @@ class NodeServer:
     request: dict[str, Any] = field(default_factory=dict)
 
     def start(self, command: list[str], environment: Mapping[str, str]) -> None:
-        """`environment`: complete; the node gets what differs from that of this process."""
+        """`environment`: complete; the node gets the variables that differ from the environment of this process."""
         changes = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         self.request = {"command": command, "environment": changes}
         self.restart()
@@ -280,7 +280,7 @@ def interpreter(settings: InferenceServerConfig, section: str, kind: str) -> str
 
 
 def visible_devices(settings: InferenceServerConfig, device: torch.device, index: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of server `index`, if it differs from that of this process."""
+    """CUDA_VISIBLE_DEVICES of server `index`, if it differs from the value in this process."""
     if settings.devices:
         return {"CUDA_VISIBLE_DEVICES": settings.devices[index % len(settings.devices)]}
     if device.type == "cuda" and device.index:

@@ -221,7 +221,7 @@ class PausableEngine(RemoteEngine):
         if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
             ids, logprobs, versions = ids[:end], logprobs[:end], versions[:end]
             finish = Finish.STOP
-        spans = [(one, len(list(tokens))) for one, tokens in groupby(versions)]
+        spans = [(span_version, len(list(tokens))) for span_version, tokens in groupby(versions)]
         first = spans[0][0] if spans else version
         several = tuple(spans) if len(spans) > 1 else ()
         return self._checked(Completion(ids, logprobs, list(logprobs), finish, first, version_spans=several), job)

@@ -22,7 +22,7 @@ def logprob_problem(values: Any, count: int) -> str:
     """What is wrong with log-probabilities that a server returned; empty if there are `count` valid ones."""
     if not isinstance(values, list) or len(values) != count:
         return f"not one log-probability for each of {count} tokens"
-    invalid = [one for one in values if type(one) not in (int, float) or not LOWEST < one <= ROUNDING]
+    invalid = [value for value in values if type(value) not in (int, float) or not LOWEST < value <= ROUNDING]
     return f"the log-probability {excerpt(str(invalid[0]), 30)}, which is not a number up to 0" if invalid else ""
 
 
@@ -43,7 +43,7 @@ def gap_problem(scores: np.ndarray, others: np.ndarray, limit: float) -> str:
 
 
 class ScoringClient:
-    """The model at `reference.url`. Its tokenizer must be that of the policy, which cannot be checked."""
+    """The model at `reference.url`. It must have the policy's tokenizer, which cannot be checked."""
 
     def __init__(self, settings: ReferenceServerConfig, temperature: float) -> None:
         if settings.server == "vllm" and temperature != 1.0:
@@ -64,7 +64,7 @@ class ScoringClient:
         return [scores for part in parts for scores in part]
 
     async def _score_assay(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        body = {"sequences": [pack(one, IDS) for one in sequences], "temperature": self.temperature}
+        body = {"sequences": [pack(ids, IDS) for ids in sequences], "temperature": self.temperature}
         return await self._ask("/engine/score", body, sequences, unpacked_scores)
 
     async def _score_vllm(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -83,7 +83,7 @@ class ScoringClient:
         answer = await self.endpoint.post(path, body)
         try:
             scores = parse(answer)
-            valid = not any(logprob_problem(one, len(ids) - 1) for one, ids in zip(scores, sequences, strict=True))
+            valid = not any(logprob_problem(row, len(ids) - 1) for row, ids in zip(scores, sequences, strict=True))
         except (LookupError, TypeError, ValueError):
             valid = False
         if not valid:
@@ -104,7 +104,7 @@ def prompt_scores(answer: Any, ids: Sequence[int]) -> list[float]:
 
 def unpacked_scores(answer: Any) -> list[list[float]]:
     """The log-probabilities in an answer of `assay serve`."""
-    return [unpack(one, FLOATS) for one in answer["scores"]]
+    return [unpack(packed, FLOATS) for packed in answer["scores"]]
 
 
 def batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -40,13 +40,13 @@ class FolderTransport:
     ) -> None:
         """`folder`: empty for a temporary one of this host, in memory if `needed_bytes` fit there.
 
-        `dtype`: that of the servers; weights are cast to it.
+        `dtype`: of the weights on the servers; weights are cast to it.
         """
-        self.own = not folder
-        parent = fast_folder(needed_bytes) if self.own else None
+        self.is_temporary = not folder
+        parent = fast_folder(needed_bytes) if self.is_temporary else None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="assay-weights-", dir=parent)).absolute()
         self.dtype, self.shard_bytes = dtype, shard_bytes
-        remove = (shutil.rmtree, self.folder, True) if self.own else (lambda: None,)
+        remove = (shutil.rmtree, self.folder, True) if self.is_temporary else (lambda: None,)
         self._remove = weakref.finalize(self, *remove)  # at the latest when the process ends
 
     @contextmanager

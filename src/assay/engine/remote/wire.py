@@ -146,13 +146,13 @@ def completion_from_json(tree: Mapping[str, Any], ids: list[int], logprobs: list
     if entropy is not None and not is_number(entropy, -ROUNDING):
         raise WireError("'entropy' is not a number of at least 0")
     sampling = list(logprobs) if sampling is None else unpack(sampling, FLOATS)
-    joined = tuple((one, count) for one, count in spans)
+    joined = tuple((span_version, count) for span_version, count in spans)
     return Completion(ids, logprobs, sampling, Finish(finish), version, mass, entropy, version_spans=joined)
 
 
 def are_spans(spans: Any, version: int, tokens: int) -> TypeGuard[list[list[int]]]:
     """Whether a value is empty, or pairs of version and number of tokens that begin with `version`."""
-    if not isinstance(spans, list) or not all(isinstance(one, list) and len(one) == 2 for one in spans):
+    if not isinstance(spans, list) or not all(isinstance(span, list) and len(span) == 2 for span in spans):
         return False
-    valid = all(is_integer(one, high=MAX_LONG) and is_integer(count, 1) for one, count in spans)
+    valid = all(is_integer(span_version, high=MAX_LONG) and is_integer(count, 1) for span_version, count in spans)
     return valid and (not spans or (spans[0][0] == version and sum(count for _, count in spans) == tokens))

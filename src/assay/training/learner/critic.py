@@ -64,9 +64,9 @@ class Critic:
 
     def __post_init__(self) -> None:
         fused = self.model.trunk.device.type in ("cuda", "cpu")
-        own = self.model.own_parameters().values()
+        parameters = self.model.own_parameters().values()
         # The optimizer cannot update sharded and full weights in one parameter group.
-        groups = [[p for p in own if hasattr(p, "to_local") is sharded] for sharded in (True, False)]
+        groups = [[p for p in parameters if hasattr(p, "to_local") is sharded] for sharded in (True, False)]
         parameter_groups = [{"params": group} for group in groups if group]
         self.optimizer = torch.optim.AdamW(parameter_groups, lr=self.cfg.lr, weight_decay=0.0, fused=fused)
 
@@ -80,8 +80,8 @@ class Critic:
         """Copy the policy's weights to the trunk, after a warm start."""
         if not self.shared:
             reshard(policy)
-            for own, weight in zip(self.model.trunk.parameters(), policy.parameters(), strict=True):
-                own.copy_(weight)
+            for trunk_weight, weight in zip(self.model.trunk.parameters(), policy.parameters(), strict=True):
+                trunk_weight.copy_(weight)
 
     def values(self, rollouts: Sequence[Rollout]) -> list[list[float]]:
         """Values of the states before each trained token, one list per rollout; the bootstrap state's comes last."""
@@ -111,11 +111,11 @@ class Critic:
 
         `usable`: False discards the gradient.
         """
-        own = [weight for weight in self.model.own_parameters().values() if weight.grad is not None]
+        weights = [weight for weight in self.model.own_parameters().values() if weight.grad is not None]
         finite = True
-        if usable and own:  # in a warm start it has no gradient
-            sum_gradients(own, self.mesh)
-            finite = math.isfinite(float(clip_gradients(own, self.cfg.max_grad_norm)))
+        if usable and weights:  # in a warm start it has no gradient
+            sum_gradients(weights, self.mesh)
+            finite = math.isfinite(float(clip_gradients(weights, self.cfg.max_grad_norm)))
             if finite:
                 self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -123,7 +123,7 @@ class Critic:
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Make `passes` optimizer steps on the returns of these groups. A shared trunk was updated with the policy."""
-        rollouts = [one for group in groups for one in group.rollouts if one.trained and not one.masked]
+        rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.trained and not rollout.masked]
         if not rollouts or self.shared:
             return {}
         rows = [Row.of(rollout, inputs=(VALUES, RETURNS)) for rollout in rollouts]
@@ -166,11 +166,11 @@ class Critic:
         reshard(self.model)
         with safe_open(folder / FILE, "pt") as saved:
             shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
-            own = self.model.own_parameters()
-            if any(shapes.get(name) != list(weight.shape) for name, weight in own.items()):
+            weights = self.model.own_parameters()
+            if any(shapes.get(name) != list(weight.shape) for name, weight in weights.items()):
                 raise UserError(f"{folder / FILE} does not fit the model: resume with the run's own model")
-            state = allocate_optimizer_state(own.items(), self.optimizer, shapes)
-            tensors = {name: weight.detach() for name, weight in own.items()} | state
+            state = allocate_optimizer_state(weights.items(), self.optimizer, shapes)
+            tensors = {name: weight.detach() for name, weight in weights.items()} | state
             if is_sharded(self.model):
                 load_sharded(folder, tensors)
                 return
@@ -178,10 +178,10 @@ class Critic:
                 value.copy_(saved.get_tensor(name))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimizer state; without those of a shared trunk, which are the policy's."""
+        """Weights and optimizer state, without a shared trunk, which belongs to the policy."""
         reshard(self.model)
-        own = self.model.own_parameters()
-        return {**own, **optimizer_tensors(own.items(), self.optimizer)}
+        weights = self.model.own_parameters()
+        return {**weights, **optimizer_tensors(weights.items(), self.optimizer)}
 
     def _targets(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
         return part.inputs[VALUES.name], part.inputs[RETURNS.name]

@@ -157,7 +157,7 @@ class WarmStart:
 
 
 def solution_rows(prompts: Sequence[Prompt], renderer: Renderer, max_length: int) -> list[Row]:
-    """One row per prompt, whose trained tokens are those of the solution."""
+    """One row per prompt, whose trained tokens are the solution."""
     rows = []
     for prompt in prompts:
         if prompt.worked_text is None:

@@ -66,7 +66,11 @@ class Row:
     def of(cls, rollout: Rollout, weight: float = 0.0, inputs: Sequence[TokenInput] = ()) -> Row:
         """Only inputs that are computed from a single rollout are filled in."""
         known = rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, rollout.advantage
-        values = {one.name: one.of_rollout(rollout) for one in inputs if one.from_rollout is not None}
+        values = {
+            token_input.name: token_input.of_rollout(rollout)
+            for token_input in inputs
+            if token_input.from_rollout is not None
+        }
         return cls(*known, weight, advantages=rollout.token_advantages, inputs=values)
 
     def with_input(self, name: str, values: Sequence[float]) -> Row:
@@ -108,9 +112,12 @@ def weighted_rollouts(groups: Sequence[Group], algo: Algorithm) -> list[tuple[Ro
 
 def with_step_inputs(rows: list[Row], algo: Algorithm) -> list[Row]:
     """Add the inputs that are computed from all rows of an optimizer step."""
-    for one in algo.inputs:
-        if one.from_rows is not None:
-            rows = [row.with_input(one.name, own) for row, own in zip(rows, one.of_rows(rows), strict=True)]
+    for token_input in algo.inputs:
+        if token_input.from_rows is not None:
+            rows = [
+                row.with_input(token_input.name, values)
+                for row, values in zip(rows, token_input.of_rows(rows), strict=True)
+            ]
     return rows
 
 
@@ -160,7 +167,7 @@ def partition_rows(
         shares[least] += piece
         sizes[least] += sum(len(row.ids) for row in piece)
     parts = [list(split_rows(share, token_budget, share_prefixes)) for share in shares]
-    most = max(len(own) for own in parts)
+    most = max(len(part) for part in parts)
     blank = [blank_like(rows[0])] if rows else []
     return parts[dp_rank] + [blank] * (most - len(parts[dp_rank]))
 

@@ -2,7 +2,7 @@
 
 Between updates, weights, optimizer state and the reference model are in main memory that both processes map. The worker
 (`UpdateWorker`), which lives for one update or a whole warm start, copies them to the device, makes its steps as any
-`Updater` does, and writes weights and optimizer state back, so the result equals that of an update in this process.
+`Updater` does, and writes weights and optimizer state back, so the result is the same as in this process.
 Engine and everything else stay in the main process. With several ranks, each has a worker, and the workers form a mesh
 of their own.
 """
@@ -59,8 +59,8 @@ class TensorSlot:
 class SharedTensors:
     """Named tensors in an anonymous file that two processes map. It grows as tensors are added.
 
-    The file is freed when the last process that has it open ends, in whatever way. `descriptor` and `slots`: those of
-    the process that created it.
+    The file is freed when the last process that has it open ends, in whatever way. `descriptor` and `slots`: the
+    values in the process that created it.
     """
 
     def __init__(self, descriptor: int | None = None, slots: Mapping[str, TensorSlot] | None = None) -> None:
@@ -254,7 +254,7 @@ def worker_died(code: int) -> UserError:
 
 def updater_fields(updater: Updater) -> dict[str, Any]:
     """The fields that every updater has."""
-    return {one.name: getattr(updater, one.name) for one in fields(Updater)}
+    return {updater_field.name: getattr(updater, updater_field.name) for updater_field in fields(Updater)}
 
 
 def pickled_with_names(content: Any, names: dict[int, tuple[Any, ...]]) -> bytes:
@@ -296,7 +296,7 @@ class UpdateWorker:
         of all ranks; None: there is one.
         """
         torch.set_num_threads(threads)  # the order of summation depends on it, and so do the results
-        self.shared = {name: SharedTensors(*one) for name, one in files.items()}
+        self.shared = {name: SharedTensors(*arguments) for name, arguments in files.items()}
         try:
             self.updater, self.algo = NameUnpickler(content, self.shared, device).load()
             self.updater.mesh = Mesh(device) if group is None else join_children(group, device)

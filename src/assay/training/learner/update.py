@@ -132,18 +132,22 @@ class ScoreRecord:
     def put(self, rows: Sequence[Row], values: Sequence[RowScores]) -> None:
         """Store the result of `by_row` in another process."""
         tensors = [{name: torch.from_numpy(array) for name, array in scores.items()} for scores in values]
-        self.parts = [([row], own) for row, own in zip(rows, tensors, strict=True)]
+        self.parts = [([row], row_tensors) for row, row_tensors in zip(rows, tensors, strict=True)]
 
     def by_row(self, rows: Sequence[Row], mesh: Mesh) -> list[RowScores]:
         """The values of each row, gathered from all ranks."""
         index = {id(row): position for position, row in enumerate(rows)}
-        own: dict[int, RowScores] = {}
+        local_scores: dict[int, RowScores] = {}
         for part, tensors in self.parts:
             arrays = {name: values.cpu().numpy() for name, values in tensors.items()}
             ends = accumulate(row.count for row in part)
             for row, end in zip(part, ends, strict=True):
-                own[index.get(id(row), -1)] = {name: values[end - row.count : end] for name, values in arrays.items()}
-        every = {position: values for share in mesh.all_gather_objects(own) for position, values in share.items()}
+                local_scores[index.get(id(row), -1)] = {
+                    name: values[end - row.count : end] for name, values in arrays.items()
+                }
+        every = {
+            position: values for share in mesh.all_gather_objects(local_scores) for position, values in share.items()
+        }
         return [every[position] for position in range(len(rows))]
 
 
@@ -297,13 +301,14 @@ class Updater:
         def loss(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
             sampled = part.behaviour_logprobs[at]
             inputs = {name: values[at] for name, values in part.inputs.items()}
-            own = inputs.get(TRAINER_LOGPROBS, logprobs.detach())  # equal, if this is the only step on the batch
-            trainer_logprobs.append(own)
+            # If this is the only step on the batch, the current log-probabilities equal the old ones.
+            old_logprobs = inputs.get(TRAINER_LOGPROBS, logprobs.detach())
+            trainer_logprobs.append(old_logprobs)
             entropies.append(entropy.detach())
             out = algo.loss(
                 LossBatch(
                     logprobs=logprobs,
-                    behaviour_logprobs=own if needs.trainer_logprobs else sampled,
+                    behaviour_logprobs=old_logprobs if needs.trainer_logprobs else sampled,
                     advantages=part.advantages[at],
                     weights=part.weights[at],
                     entropy=entropy if needs.entropy_gradient else entropy.detach(),
@@ -364,11 +369,13 @@ class Updater:
         reshard(self.reference)
         weights = dict(self.reference.network.named_parameters())
         for name, weight in merged_weights(self.policy.network):
-            own = weights[name]
+            reference_weight = weights[name]
             if keep:
-                own.mul_(keep).add_(weight.to(own.device, own.dtype), alpha=1.0 - keep)
+                reference_weight.mul_(keep).add_(
+                    weight.to(reference_weight.device, reference_weight.dtype), alpha=1.0 - keep
+                )
             else:
-                own.copy_(weight)
+                reference_weight.copy_(weight)
 
     @contextmanager
     def working(self, reference: bool = False) -> Iterator[None]:

@@ -110,7 +110,7 @@ def decode_attention(
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
     A row of length 0 gives zeros. `shared`: shared prefixes, which are read once; then `splits` is 1.
-    `window`: only the last tokens of each row, so many, are seen (0: all); not with `shared`.
+    `window`: each row attends only to its last `window` tokens (0: all); not with `shared`.
     `scale`: factor of the scores; None: 1 / sqrt(d).
     `counters` [N, K] int32 are zeros before and after the call; they are allocated if needed and not given.
     `order` [N] int32: rows in the order in which their programs start; longest first avoids a long row at the end.

@@ -155,7 +155,7 @@ def value_of(key, kind: tl.constexpr):
 
 @triton.jit
 def weights_of(values, top, inv_temperature):
-    """Probabilities divided by that of the most likely token."""
+    """Probabilities divided by the probability of the most likely token."""
     return tl.exp((values.to(tl.float32) - top) * inv_temperature)
 
 
@@ -345,7 +345,7 @@ def sample_kernel(
     greedy = tl.load(row_floats) == 0
     is_truncated = is_row_truncated(row_ints, row_floats, VOCABULARY)
 
-    # Statistics of the whole row, from those of its chunks.
+    # Statistics of the whole row, from the statistics of its chunks.
     lanes = tl.arange(0, LANES)
     inside = lanes < CHUNKS
     places = row * CHUNKS + lanes
