@@ -8,10 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from small_run import SmallRuns, mostly_slow
 
 from assay.runs import checkpoints
 from assay.runs.directory import read_metrics
+from assay.runs.rollouts import read_rollouts
 from assay.training import run
 from assay.training.learner.learner import WarmStart
 from assay.training.progress import RunState
@@ -36,7 +38,7 @@ VARIANTS: dict[str, tuple[object, ...]] = {
     ),
     "dapo, a reference that is an average": (
         *("--algo.recipe", "dapo", "--train.passes", 2),
-        *("--algo.kl_coef", 0.1, "--algo.reference_ema", 0.9, "--lora.rank", 2),
+        *("--algo.kl", "k3", "--algo.kl_coef", 0.1, "--algo.reference_ema", 0.9, "--lora.rank", 2),
     ),
     "kl in the reward to a reference that is refreshed": (
         *("--algo.recipe", "rloo", "--algo.reward_kl_coef", 0.1, "--algo.reward_kl_per", "token"),
@@ -152,6 +154,19 @@ def test_a_long_warm_start_is_saved_now_and_then(small: SmallRuns, monkeypatch: 
     assert checkpoints.last(small.runs / "stopped") == 0
     assert small.resume("stopped") == 0
     small.same_run("small", "stopped", 2)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended_by_more_steps(small: SmallRuns) -> None:
+    assert small.train(*SETTINGS) == 0
+    assert small.train("--train.steps", 3, "--save.every", 2, "--eval.every", 2, "--name", "longer") == 0
+    assert small.resume("longer", "--train.steps", STEPS) == 0
+    first, second = (load_file(small.checkpoint(STEPS, n) / "model/model.safetensors") for n in ("small", "longer"))
+    assert all(first[key].equal(second[key]) for key in first)
+    assert small.summary("longer")["steps"] == STEPS
+    for step in range(1, STEPS + 1):
+        rollouts = [r for group in read_rollouts(small.runs / "longer", step) for r in group.rollouts]
+        assert {r.turns[0].completion.version for r in rollouts} == {step - 1}  # of the weights that sampled them
 
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
