@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from assay.models import Decoder, ModelSpec
+from assay.models import Decoder, HFModel, ModelSpec
 from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.spec import spec_from_hf
 
@@ -34,14 +35,21 @@ def packed(vocabulary: int) -> tuple[Tensor, Tensor]:
     return ids, chosen
 
 
-def plainly(hf: Any, ids: Tensor, chosen: Tensor, temperature: float) -> tuple:
-    """One sequence at a time, all logits at once."""
+def plainly(
+    logits_of: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    chosen: Tensor,
+    temperature: float,
+    columns: Tensor | None = None,
+) -> tuple:
+    """One sequence at a time, all logits at once; `columns`: that of each token, where some have none."""
     logprobs, entropies = [], []
     for sequence, marks in zip(ids.split(LENGTHS), chosen.split(LENGTHS), strict=True):
-        every = torch.softmax(hf(input_ids=sequence[None]).logits[0] / temperature, -1).log()
+        every = torch.softmax(logits_of(sequence) / temperature, -1).log()
         for place in marks.nonzero().squeeze(1).tolist():
             row = every[place - 1]
-            logprobs.append(row[sequence[place]])
+            token = sequence[place]
+            logprobs.append(row[token if columns is None else columns[token]])
             entropies.append(-(row.exp() * row).sum())
     return torch.stack(logprobs), torch.stack(entropies)
 
@@ -55,11 +63,68 @@ def test_logprobs_and_entropy_are_those_of_transformers(
     model = decoder_of(hf)
     ids, chosen = packed(model.vocab_size)
     with torch.no_grad():
-        expected = plainly(hf, ids, chosen, temperature)
+        expected = plainly(lambda s: hf(input_ids=s[None]).logits[0], ids, chosen, temperature)
         found = token_logprobs(model, ids, LENGTHS, chosen, temperature)
     assert found[0].shape == (int(chosen.sum()),)
     assert (found[0] - expected[0]).abs().max() < 1e-4 and (found[1] - expected[1]).abs().max() < 1e-4
     assert expected[1].std() > 0.01  # or the comparison would say little
+
+
+def test_a_fallback_model_goes_the_same_way() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=48)).eval()
+    ids, chosen = packed(61)
+    with torch.no_grad():
+        expected = plainly(lambda s: hf(input_ids=s[None]).logits[0], ids, chosen, 1.0)
+        found = token_logprobs(HFModel(hf), ids, LENGTHS, chosen)
+    assert (found[0] - expected[0]).abs().max() < 1e-5 and (found[1] - expected[1]).abs().max() < 1e-5
+
+
+class Blocking(HFModel):
+    """A model whose logits of some tokens are replaced, as a bias or a mask of the vocabulary does."""
+
+    blocked = (3, 17, 60)
+    block = -torch.inf
+
+    def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
+        mask = torch.zeros(self.vocab_size).index_fill(0, torch.tensor(self.blocked), self.block)
+        return super().hidden(ids, lengths, shared) + mask
+
+
+@pytest.mark.parametrize("block", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("slice_size", [3, 10**6])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_blocked_tokens_leave_entropy_and_gradients_finite_and_exact(
+    gradients: bool, slice_size: int, block: float
+) -> None:
+    """Those of the vocabulary without the blocked tokens, in 64 bits."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=48)).eval()
+    ids, chosen = packed(61)
+    ids[torch.isin(ids, torch.tensor(Blocking.blocked))] = 5
+    mix = torch.randn(int(chosen.sum()), generator=torch.Generator().manual_seed(4))
+    allowed = [token for token in range(61) if token not in Blocking.blocked]
+    exact = copy.deepcopy(hf).double()
+    places = torch.tensor([allowed.index(token) if token in allowed else 0 for token in range(61)])
+
+    def allowed_logits(sequence: Tensor) -> Tensor:
+        return exact(input_ids=sequence[None]).logits[0][:, allowed]
+
+    wanted = plainly(allowed_logits, ids, chosen, 0.6, places)
+    (wanted[0] * mix + wanted[1] * mix.flip(0)).sum().backward()
+    model = Blocking(hf)
+    model.block = block
+    with torch.set_grad_enabled(gradients):
+        found = token_logprobs(model, ids, LENGTHS, chosen, 0.6, logits_at_once=61 * slice_size)
+    assert (found[0] - wanted[0]).abs().max() < 1e-5 and (found[1] - wanted[1]).abs().max() < 1e-5
+    if gradients:
+        (found[0] * mix + found[1] * mix.flip(0)).sum().backward()
+        for (name, weight), other in zip(hf.named_parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(weight.grad.double(), other.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("slice_size", [1, 7, 22])
