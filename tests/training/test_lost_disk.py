@@ -218,7 +218,7 @@ def folder_of(path: str) -> tuple[str, dict[str, bytes]]:
 def test_no_bit_flip_changes_which_model_is_loaded(flipped: SmallRuns) -> None:
     """4 bits of each file, or all of them."""
     runs = flipped.runs
-    tags = ("@0", "@4", "@5", "@last", "@best", "")
+    tags = ("@0", "@2", "@4", "@5", "@last", "@best", "")
     intact = {tag: folder_of(resolve_model(f"run:small{tag}", runs)) for tag in tags}
     for file, bit in flips(runs / "flipped", 4):
         flip(file, bit)
