@@ -262,7 +262,7 @@ class HttpServers:
         return usable
 
     def retire(self, server: Server, reason: str, gone: bool = False) -> bool:
-        """Stop to use a server that has failed. False if that is not possible.
+        """Stop using a failed server. False if that is not possible.
 
         `gone`: it has ended, hangs, or has lost its weights, so that no other request can succeed either.
         """
@@ -293,7 +293,7 @@ class HttpServers:
     def garbage(self, what: str) -> ServerGarbage:
         """The error for an answer that does not have the expected form."""
         return ServerGarbage(
-            f"a {self.kind} server returned {self._hide(what)}: is another program or version running there?"
+            f"the {self.kind} server returned {self._hide(what)}: is another program or version running there?"
         )
 
     def _hide(self, text: str) -> str:
