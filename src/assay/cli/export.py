@@ -1,88 +1,71 @@
-"""`assay export`: write a checkpoint, a model folder or a GGUF file as a Hugging Face folder."""
+"""`assay export`: write a model as a Hugging Face folder, a GGUF file or an adapter for PEFT, and upload it."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from assay.cli.runs import add_runs_dir
 from assay.runs.console import Console
-from assay.runs.files import rename, sync_tree
-from assay.runs.resolve import load_resolved
+from assay.runs.resolve import PREFIX
 from assay.types import UserError
 
 if TYPE_CHECKING:
-    from assay.models import PolicyModel
-    from assay.models.base import LoadReport
-    from assay.text import Tokenizer
+    from assay.build.export import Export
 
-HELP = "Write a checkpoint or another model as a Hugging Face folder."
+HELP = """Write a checkpoint or another model as a Hugging Face folder with a model card, a GGUF file or a PEFT adapter.
+
+  assay export run:demo@best my-model
+  assay export run:demo@best my-model --push my-user/my-model
+  assay export run:demo@best my-model.gguf --gguf q8_0"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="SOURCE", help="run:NAME@best (or @last, @STEP), a folder, hub id or GGUF file"
     )
-    parser.add_argument("dest", metavar="DEST", type=Path, help="output folder; must be new or empty")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="default: float32")
+    parser.add_argument("dest", metavar="DEST", type=Path, help="new or empty folder, or a new file NAME.gguf")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of a Hugging Face folder [float32]")
+    parser.add_argument("--gguf", choices=("f16", "q8_0"), help="write GGUF with these weights [f16 for NAME.gguf]")
+    text = "adapters of a run with LoRA: merge them into the weights, or keep them as a PEFT folder [merge]"
+    parser.add_argument("--lora", choices=("merge", "keep"), default="merge", help=text)
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the Hugging Face hub")
+    parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_runs_dir(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    check_destination(args.dest)
+    from assay.build.export import Export, check_destination, export
+
+    options = Export(args.source, args.dest, args.dir, args.dtype, args.gguf, args.lora, args.push, args.private)
+    check_options(options)
+    check_destination(args.dest)  # before a display is started
     with Console(sys.stderr) as console:
-        what = f"loading {args.source}"
-        console.announce(what)
-        report = partial(console.progress, what)
-        model, tokenizer = load_resolved(args.source, args.dir, partial(load, report=report))
-        console.announce(f"writing {args.dest}")
-        write(model, tokenizer, args.dest, args.dtype)
-    print(f"{args.source} -> {args.dest} ({args.dtype})")
+        facts = export(options, console)
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for line in (f"{args.source} -> {args.dest} ({facts['format']})", *facts.get("notes", ())):
+        print(line)
+    if args.push:
+        print(f"{args.dest} -> {facts['pushed']}")
     return 0
 
 
-def write(model: PolicyModel, tokenizer: Tokenizer, dest: Path, dtype: str) -> None:
-    """Write the folder under another name, which is changed when it is complete."""
-    unfinished = dest.with_name(f".{dest.name}.unfinished")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        save(model, tokenizer, unfinished, dtype)
-        sync_tree(unfinished)
-        rename(unfinished, dest)  # fails if the folder exists and is not empty
-    except OSError as error:
-        raise UserError(f"cannot write {dest} ({error.strerror or error}): choose another folder") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def check_options(options: Export) -> None:
+    from assay.build.export import is_file, is_gguf
 
-
-def check_destination(dest: Path) -> None:
-    if dest.is_dir() and any(dest.iterdir()):
-        raise UserError(f"{dest} is not empty: choose a new folder")
-    if dest.exists() and not dest.is_dir():
-        raise UserError(f"{dest} is a file: choose a new folder")
-
-
-def load(source: str, report: LoadReport) -> tuple[PolicyModel, Tokenizer]:
-    """Load in float32, so that weights are rounded only once. `report`: see `load_model`."""
-    import torch
-
-    from assay.models import load_model
-    from assay.text import load_tokenizer
-
-    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, report=report)
-    return model, load_tokenizer(source)
-
-
-def save(model: PolicyModel, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
-    import torch
-
-    from assay.models import save_model
-
-    target = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    save_model(model, folder, target, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
-    tokenizer.save(folder)
+    if options.dtype and (is_gguf(options) or options.lora == "keep"):
+        raise UserError("--dtype is for Hugging Face folders: remove it, or remove --gguf and --lora keep")
+    if options.lora == "keep" and is_gguf(options):
+        raise UserError("a GGUF file has merged weights: remove --lora keep, or export to a folder without --gguf")
+    if options.lora == "keep" and not options.source.startswith(PREFIX):
+        raise UserError(f"--lora keep is for runs with LoRA (run:NAME@best), not for {options.source}")
+    if options.push and is_file(options.dest):
+        raise UserError(f"--push uploads a folder: give a folder and --gguf f16 or q8_0 instead of {options.dest}")
+    if options.private and not options.push:
+        raise UserError("--private is for --push OWNER/NAME: add it, or remove --private")

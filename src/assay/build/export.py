@@ -1,0 +1,265 @@
+"""Write a model as a Hugging Face folder, a GGUF file or an adapter for PEFT, and upload it."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.runs import checkpoints, rollouts
+from assay.runs.card import Contents, model_card
+from assay.runs.console import Console, count
+from assay.runs.directory import is_run
+from assay.runs.environment import versions
+from assay.runs.files import rename, sync_tree
+from assay.runs.resolve import load_resolved
+from assay.types import UserError
+
+if TYPE_CHECKING:
+    from assay.models import PolicyModel
+    from assay.models.base import LoadReport
+    from assay.models.gguf_export import Greedy
+    from assay.text import Tokenizer
+
+CARD = "README.md"
+ADAPTER = "adapter"  # in a checkpoint of a run with LoRA
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+BASE = "base"  # in such a run: the model that the adapters are added to
+PROMPTS = ("What is 17 + 25?", "Name three colors.", "Write a sentence about the sea.", "def add(a, b):")
+NEW_TOKENS = 16  # of each greedy continuation that is compared
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")  # files in a repository that new weights replace
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is written, and where; None: the usual choice."""
+
+    source: str
+    dest: Path
+    runs_dir: Path = Path("runs")
+    dtype: str | None = None  # of a Hugging Face folder
+    gguf: str | None = None
+    lora: str = "merge"  # or keep: adapters of a run stay adapters
+    push: str | None = None  # OWNER/NAME on the Hugging Face hub
+    private: bool = False
+
+
+def export(options: Export, console: Console) -> dict[str, Any]:
+    """Carry out an export; returns facts about it."""
+    check_destination(options.dest)
+    repository = None
+    if options.push and options.lora == "keep":
+        load_resolved(options.source, options.runs_dir, check_public_base)
+    if options.push:  # first: wrong names and missing rights are found before minutes of work
+        repository = pkgutil.resolve_name("assay.integrations.hub:HubRepository")(options.push, options.private)
+    write = export_adapter if options.lora == "keep" else export_gguf if is_gguf(options) else export_folder
+    facts = {"source": options.source, "dest": str(options.dest), **write(options, console)}
+    if repository is not None:
+        console.announce(f"uploading to {repository.name}")
+        replaced = () if is_gguf(options) or options.lora == "keep" else WEIGHTS
+        try:
+            facts["pushed"] = repository.upload(options.dest, replaced)
+        except UserError as error:
+            command = shlex.join(["hf", "upload", repository.name, str(options.dest)])
+            raise UserError(f"{error}; {options.dest} is complete: upload it later with {command}") from error
+    return facts
+
+
+def is_gguf(options: Export) -> bool:
+    return bool(options.gguf) or is_file(options.dest)
+
+
+def is_file(dest: Path) -> bool:
+    return dest.suffix.lower() == ".gguf"
+
+
+def check_destination(dest: Path) -> None:
+    if is_file(dest):
+        if dest.exists():
+            raise UserError(f"{dest} exists already: choose a new name")
+        return
+    if dest.is_dir() and any(dest.iterdir()):
+        raise UserError(f"{dest} is not empty: choose a new folder")
+    if dest.exists() and not dest.is_dir():
+        raise UserError(f"{dest} is a file: choose a new folder")
+
+
+@contextmanager
+def writing(dest: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes the destination when it is complete; for a file, the file in it."""
+    unfinished = dest.with_name(f".{dest.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        sync_tree(unfinished)
+        rename(unfinished / dest.name if is_file(dest) else unfinished, dest)  # fails for a folder that is not empty
+    except OSError as error:
+        raise UserError(f"cannot write {dest} ({error.strerror or error}): choose another folder") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def export_folder(options: Export, console: Console) -> dict[str, Any]:
+    dtype = options.dtype or "float32"
+    model, tokenizer, checkpoint = load_resolved(
+        options.source, options.runs_dir, partial(load, report=loading(options, console))
+    )
+    with writing(options.dest) as folder:
+        console.announce(f"writing {options.dest}")
+        save(model, tokenizer, folder, dtype)
+        write_card(folder, checkpoint, contents_of(options, f"A Hugging Face folder with weights in {dtype}"))
+    return {"format": dtype}
+
+
+def export_gguf(options: Export, console: Console) -> dict[str, Any]:
+    from assay.models.gguf_export import check_writable, greedy, save_gguf
+    from assay.text.gguf import gguf_metadata
+
+    kind = options.gguf or "f16"
+    model, tokenizer, checkpoint = load_resolved(
+        options.source, options.runs_dir, partial(load, report=loading(options, console))
+    )
+    rows = check_writable(model).vocab_size
+    metadata = {"general.name": options.dest.stem, **gguf_metadata(tokenizer, rows)}
+    with writing(options.dest) as folder:
+        console.announce(f"writing {options.dest}")
+        file = folder / (options.dest.name if is_file(options.dest) else f"{options.dest.name}-{kind}.gguf")
+        save_gguf(model, file, kind, metadata)
+        console.announce(f"comparing {options.dest} with {options.source}")
+        expected = greedy(model, sample_prompts(tokenizer, checkpoint), NEW_TOKENS)
+        del model  # the file is loaded into the same memory
+        notes = [agreement(expected, file)]
+        if metadata["tokenizer.ggml.model"] == "none":
+            notes.append(
+                "llama.cpp does not know this tokenizer: it can load the weights only, assay also the tokenizer"
+            )
+        if not is_file(options.dest):
+            contents = contents_of(options, f"A GGUF file with weights in {kind}", file=file.name, notes=notes)
+            write_card(folder, checkpoint, contents)
+    return {"format": kind, "notes": notes}
+
+
+def export_adapter(options: Export, console: Console) -> dict[str, Any]:
+    files, tokenizer, checkpoint = load_resolved(options.source, options.runs_dir, load_adapter)
+    base = base_of(files)
+    with writing(options.dest) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        tokenizer.save(folder)
+        write_card(folder, checkpoint, contents_of(options, "A LoRA adapter for PEFT, with the tokenizer", base=base))
+    return {"format": f"adapter of {base}"}
+
+
+def load_model_of(options: Export, console: Console) -> tuple[PolicyModel, Tokenizer, Path | None]:
+    return load_resolved(options.source, options.runs_dir, partial(load, report=loading(options, console)))
+
+
+def loading(options: Export, console: Console) -> LoadReport:
+    what = f"loading {options.source}"
+    console.announce(what)
+    return partial(console.progress, what)
+
+
+def load(source: str, report: LoadReport) -> tuple[PolicyModel, Tokenizer, Path | None]:
+    """Model, tokenizer, and the folder of the checkpoint of a run if there is one.
+
+    Loads in float32, so that weights are rounded only once. `report`: see `load_model`.
+    """
+    import torch
+
+    from assay.models import load_model
+    from assay.text import load_tokenizer
+
+    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, report=report)
+    return model, load_tokenizer(source), checkpoint_of(Path(source))
+
+
+def checkpoint_of(model: Path) -> Path | None:
+    folder = model.absolute().parent
+    return folder if checkpoints.is_complete(folder) and is_run(folder.parent.parent) else None
+
+
+def check_public_base(source: str) -> None:
+    base = base_of(load_adapter(source)[0])
+    if Path(base).expanduser().is_dir():
+        raise UserError(f"--push: the base of the adapter, {base}, is only on this machine: remove --lora keep")
+
+
+def base_of(files: Mapping[str, bytes]) -> str:
+    return str(json.loads(files[ADAPTER_FILES[0]])["base_model_name_or_path"])
+
+
+def load_adapter(source: str) -> tuple[dict[str, bytes], Tokenizer, Path]:
+    """Files of the adapter, tokenizer, and the folder of the checkpoint.
+
+    The base of a model that was built from a preset, or read from a GGUF file, is the copy in the run: PEFT loads
+    neither.
+    """
+    from assay.text import load_tokenizer
+
+    checkpoint = Path(source).parent
+    folder = checkpoint / ADAPTER
+    if not folder.is_dir():
+        raise UserError(f"{checkpoint} has no adapter, because the run does not use LoRA: remove --lora keep")
+    if damage := checkpoints.problems(checkpoint, ADAPTER):
+        raise UserError(f"{damage[0]}: choose another step")
+    files = {name: (folder / name).read_bytes() for name in ADAPTER_FILES}
+    base = base_of(files)
+    if ":" in base or base.lower().endswith(".gguf"):
+        config = json.loads(files[ADAPTER_FILES[0]])
+        config["base_model_name_or_path"] = str((checkpoint.parent.parent / BASE).resolve())
+        files[ADAPTER_FILES[0]] = (json.dumps(config, indent=2) + "\n").encode()
+    return files, load_tokenizer(source), checkpoint
+
+
+def save(model: PolicyModel, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
+    import torch
+
+    from assay.models import save_model
+
+    target = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    save_model(model, folder, target, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
+    tokenizer.save(folder)
+
+
+def contents_of(options: Export, files: str, **more: Any) -> Contents:
+    title = (options.push or options.dest.name).rpartition("/")[2]
+    if options.push:
+        more["location"] = options.push
+    return Contents(title, options.source, files, versions(), **more)
+
+
+def write_card(folder: Path, checkpoint: Path | None, contents: Contents) -> None:
+    run = (checkpoint.parent.parent, checkpoints.step_of(checkpoint)) if checkpoint else ()
+    (folder / CARD).write_text(model_card(contents, *run), encoding="utf-8")
+
+
+def sample_prompts(tokenizer: Tokenizer, checkpoint: Path | None) -> Sequence[Sequence[int]]:
+    """A few prompts of the run as they were sampled, or else some questions."""
+    if checkpoint and (steps := rollouts.rollout_steps(checkpoint.parent.parent)):
+        groups = rollouts.read_rollouts(checkpoint.parent.parent, steps[-1])
+        return [group.rollouts[0].turns[0].context_ids for group in groups[: len(PROMPTS)]]
+    texts: Sequence[str] = PROMPTS
+    if tokenizer.has_chat_template:
+        texts = [tokenizer.chat_text([{"role": "user", "content": text}], open_reply=True) for text in texts]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def agreement(expected: Greedy, file: Path) -> str:
+    import torch
+
+    from assay.models import load_model
+
+    equal, difference = expected.compare(load_model(str(file), device=torch.device("cpu"), dtype=torch.float32))
+    return (
+        f"greedy decoding: {count(equal)} of {count(expected.tokens)} tokens as before the rounding "
+        f"({len(expected.sequences)} prompts), logits differ by at most {difference:.2g}"
+    )
