@@ -8,7 +8,7 @@ import torch
 from engine_parts import assert_same_tokens, greedy_by_transformers, random_prompts
 from native_parts import Weights, assert_same_draws, assert_same_groups, assert_scores, served, words
 
-from assay.engine import HFEngine, Request, SamplingParams, generate, make_engine
+from assay.engine import HFEngine, Request, SamplingParams, generate, hf, make_engine
 from assay.engine.sampler import LOG_STEPS
 from assay.models.base import HFModel, fingerprint
 from assay.types import UserError
@@ -159,9 +159,20 @@ def test_nan_logits_fail_only_their_request() -> None:
 
 def test_top_logprobs_are_the_most_likely_tokens_of_the_model() -> None:
     model, sequence = small_model("gpt2"), [5, 3, 8, 1]
-    (rows,) = engine_for(model).top_logprobs([sequence], [2], 3, 0.5)
+    (scores,) = engine_for(model).top_logprobs([sequence], [2], 3, 0.5)
     with torch.no_grad():
         logits = model.hf(input_ids=torch.tensor([sequence])).logits[0, 1:-1]
     values, tokens = (logits / 0.5).log_softmax(-1).topk(3)
-    assert [[token for token, _ in row] for row in rows] == tokens.tolist()
-    assert [value for row in rows for _, value in row] == pytest.approx(values.flatten().tolist(), abs=1e-5)
+    assert [[token for token, _ in row] for row in scores.top] == tokens.tolist()
+    assert [value for row in scores.top for _, value in row] == pytest.approx(values.flatten().tolist(), abs=1e-5)
+
+
+def test_long_sequences_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sequences = engine_for(small_model("gpt2")), [[5, 3, 8, 1, 9, 9, 2], [4, 4], [7]]
+    whole, likely = engine.score(sequences), engine.top_logprobs(sequences, [2, 1, 1], 3)
+    monkeypatch.setattr(hf, "SCORE_LOGITS", 2 * engine.info.vocab_size)
+    for one, other in zip(engine.score(sequences), whole, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    for part, scores in zip(engine.top_logprobs(sequences, [2, 1, 1], 3), likely, strict=True):
+        assert part.logprobs == pytest.approx(scores.logprobs, abs=1e-5)
+        assert part.ranks == scores.ranks and [len(row) for row in part.top] == [3] * len(scores.ranks)

@@ -54,6 +54,14 @@ class SmallServer(JsonServer):
         return [path for path, _ in self.requests]
 
 
+def parsed(body: bytes) -> Any:
+    """The JSON value of a body; the bytes if it is something else, None if it is empty."""
+    try:
+        return json.loads(body) if body else None
+    except ValueError:
+        return body
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: JsonServer
@@ -65,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
-        answer = self.server.respond(self.path, json.loads(body) if body else None, headers)
+        answer = self.server.respond(self.path, parsed(body), headers)
         if answer is None:
             self.close_connection = True
             return
@@ -78,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    do_GET = do_HEAD = do_POST
+    do_GET = do_HEAD = do_PUT = do_POST
 
     def log_message(self, *_: object) -> None:
         pass

@@ -225,7 +225,7 @@ def die() -> None:
 def live(request: Request, outgoing: int) -> None:
     """In the child: run to the end, or until the chosen event."""
     from assay.cli.main import main
-    from assay.runs import directory
+    from assay.runs import environment
     from assay.runs.files import atomic_write
     from assay.training import run
 
@@ -238,7 +238,7 @@ def live(request: Request, outgoing: int) -> None:
         os.dup2(log, stream)
     os.chdir(request.cwd)
     run.draw_curves = draw_curves  # type: ignore[assignment]  # plotting takes longer than the run
-    directory._git_state = lambda: None
+    environment._git_state = lambda: None
     # Times and memory are constant, so that all bytes can be equal.
     time.perf_counter = lambda: 0.0  # type: ignore[assignment]
     run.memory_metrics = lambda device: {}

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM
 
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.engine.base import TokenChunk
-from assay.server.app import DONE, AnswerWriter, StreamWriter
-from assay.server.protocol import Generation
+from assay.server.answers import DONE, AnswerWriter, StreamWriter
+from assay.server.protocol import CompletionRequest
 from assay.server.service import token_texts
 from assay.types import Completion, Finish
 
@@ -310,8 +310,8 @@ LOGPROBS = [-0.5 * number for number in range(len(IDS))]
 COMPLETION = Completion([*IDS, byte_tokenizer().eos_ids[0]], [*LOGPROBS, -9.0], [*LOGPROBS, -9.0], Finish.STOP)
 
 
-def generation(**values: Any) -> Generation:
-    return Generation([[1, 2, 3]], SamplingParams(), seed=0, **values)
+def generation(**values: Any) -> CompletionRequest:
+    return CompletionRequest([[1, 2, 3]], SamplingParams(), seed=0, **values)
 
 
 def parsed(text: str) -> list[Any]:

@@ -61,7 +61,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stream_options": []}, "'stream_options' must be an object"),
     ({"prompt": "a", "logprobs": 2, "stream": True}, "('logprobs') are not supported in a stream"),
     ({"prompt": "a", "top_logprobs": 2}, "'top_logprobs' is not supported"),
-    ({"prompt": "a", "echo": True}, "'echo' is not supported"),
     ({"prompt": "a", "tempratur": 1}, "unknown field 'tempratur'"),
     ({"prompt": "a", "model": "gpt-4"}, "does not exist"),
 ]

@@ -112,6 +112,24 @@ def test_a_key_is_required_everywhere_but_for_health(monkeypatch: pytest.MonkeyP
         assert post(server, {"prompt": "Hi", "max_tokens": 2}, headers=right).status_code == 200
 
 
+def test_web_pages_may_use_a_server_only_with_its_key(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = {"Origin": "https://chat.example"}
+    asks = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    url = "/v1/chat/completions"
+    assert httpx.options(f"{server.url}{url}", headers=asks).status_code == 403
+    monkeypatch.setenv("TEST_KEY", "secret")
+    with serving(http={"api_key_env": "TEST_KEY"}) as protected:
+        preflight = httpx.options(f"{protected.url}{url}", headers=asks)
+        assert preflight.status_code == 204 and "POST" in preflight.headers["access-control-allow-methods"]
+        assert "Authorization" in preflight.headers["access-control-allow-headers"]
+        for stream in (False, True):
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": stream}
+            answer = post(protected, body, url, headers=origin | {"Authorization": "Bearer secret"})
+            assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
+        answer = post(protected, body, url, headers=origin)
+        assert answer.status_code == 401 and answer.headers["access-control-allow-origin"] == "*"
+
+
 SHORT, LONG = SamplingParams(n=2, max_new_tokens=5), SamplingParams(n=2, max_new_tokens=2000)
 
 

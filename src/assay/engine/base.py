@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from assay.models.parallel import TPShard
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text
-TopLogprobs = list[list[tuple[int, float]]]  # per position: tokens with their log-probabilities, most likely first
 UNKNOWN_LENGTH = 2**40  # `EngineInfo.max_length` of an engine that does not know the length of its context
 CPU = torch.device("cpu")
 KvOnUpdate = Literal["recompute", "keep"]
@@ -177,6 +176,18 @@ class EngineOptions:
             raise UserError(f"max_batch must be at least 1, not {self.max_batch}")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """The tokens of a sequence from some position on, compared with all tokens of the vocabulary."""
+
+    logprobs: list[float]
+    ranks: list[int]  # 1: the most likely token
+    top: list[list[tuple[int, float]]]  # the most likely tokens at each position, with their log-probabilities
+
+    def part(self, start: int, stop: int | None = None) -> TokenScores:
+        return TokenScores(self.logprobs[start:stop], self.ranks[start:stop], self.top[start:stop])
+
+
 class WeightSource(Protocol):
     """Source of weights for `update_weights`, such as a policy in the same process."""
 
@@ -239,9 +250,10 @@ class BaseEngine(Protocol):
 
     def top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
-    ) -> list[TopLogprobs]:
-        """For each token from position `starts[i]` (at least 1) of a sequence: the `count` most likely tokens there."""
-        raise UserError("this engine reports no probabilities of other tokens: leave out top_logprobs")
+    ) -> list[TokenScores]:
+        """Scores of the tokens of each sequence from position `starts[i]` (at least 1) on, and of the `count` most
+        likely tokens there."""
+        raise UserError("this engine reports no likely tokens: leave out echo, prompt_logprobs and top_logprobs")
 
     def fingerprint(self) -> str | None:
         """Digest of the served weights, over canonical names in the engine's dtype; None if not supported."""

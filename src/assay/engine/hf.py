@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, TopLogprobs, WeightSource, copy_weights
+from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, TokenScores, WeightSource, copy_weights
 from assay.engine.completions import OutputProcessor
 from assay.engine.in_process import LocalEngine
-from assay.engine.sampler import Rows, StepOutput, target_logprobs, top_logprobs
+from assay.engine.sampler import Rows, StepOutput, joined_scores, target_logprobs, token_scores
 from assay.engine.sequence import Column, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
 from assay.types import UserError
 
 PREFILL_TOKENS = 8192  # maximum number of prompt tokens per batch
+SCORE_LOGITS = 1 << 28  # maximum number of logits at once in `score`
 
 
 class HFEngine(LocalEngine):
@@ -64,19 +65,31 @@ class HFEngine(LocalEngine):
         self.info = replace(self.info, version=version)
         self.outputs.versions.current = version
 
-    def _logits(self, sequence: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Logits of all tokens but the first, and these tokens."""
+    def _logits(self, sequence: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits for all tokens but the first, and these tokens; parts of a long sequence in several passes."""
         ids = torch.tensor([list(sequence)], device=self.device)
-        return self.hf(input_ids=ids, return_dict=True).logits[0, :-1], ids[0, 1:]
+        size = max(SCORE_LOGITS // self.info.vocab_size, 1)
+        cache: dict[str, Any] = {"use_cache": True} if len(sequence) - 1 > size else {}
+        for start in range(0, len(sequence) - 1, size):
+            output = self.hf(input_ids=ids[:, start : start + size], return_dict=True, **cache)
+            targets = ids[0, start + 1 : start + size + 1]
+            yield output.logits[0, : len(targets)], targets
+            if cache:
+                cache["past_key_values"] = output.past_key_values
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        return [target_logprobs(*self._logits(sequence), temperature).tolist() for sequence in sequences]
+        return [
+            [value for part in self._logits(ids) for value in target_logprobs(*part, temperature).tolist()]
+            for ids in sequences
+        ]
 
     def _top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
-    ) -> list[TopLogprobs]:
-        pairs = zip(sequences, starts, strict=True)
-        return [top_logprobs(self._logits(sequence)[0][start - 1 :], count, temperature) for sequence, start in pairs]
+    ) -> list[TokenScores]:
+        scores = [
+            joined_scores(token_scores(*part, count, temperature) for part in self._logits(ids)) for ids in sequences
+        ]
+        return [score.part(start - 1) for score, start in zip(scores, starts, strict=True)]
 
     def _abort(self, ids: Sequence[int | tuple[int, int]]) -> None:
         self._accept()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from assay.engine.base import Engine, EngineLoad, Event, Request, TopLogprobs, WeightSource
+from assay.engine.base import Engine, EngineLoad, Event, Request, TokenScores, WeightSource
 from assay.engine.completions import OutputProcessor, handles_of
 from assay.engine.sequence import Job, RowState, Sample, check_scored, job_for, unknown_handle
 from assay.models.base import digests, fingerprint
@@ -131,7 +131,7 @@ class LocalEngine(Engine):
 
     def top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
-    ) -> list[TopLogprobs]:
+    ) -> list[TokenScores]:
         check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
         count = min(count, self.info.vocab_size)
         return self.boundary.call(lambda: self._top_logprobs(sequences, starts, count, temperature))
@@ -203,7 +203,7 @@ class LocalEngine(Engine):
     @abstractmethod
     def _top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
-    ) -> list[TopLogprobs]: ...
+    ) -> list[TokenScores]: ...
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -15,7 +15,7 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.base import TopLogprobs
+from assay.engine.base import TokenScores
 from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, WIDTH, Column, Job, Modes, RowState, Sample
 
 BLOCK = 256  # tokens whose probabilities are summed first
@@ -99,12 +99,25 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
     return scaled.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-def top_logprobs(logits: Tensor, count: int, temperature: float) -> TopLogprobs:
-    """The most likely tokens of each row of logits [N, V], in float32 at least."""
+def token_scores(logits: Tensor, targets: Tensor, count: int, temperature: float) -> TokenScores:
+    """Scores of target tokens [N] and of the `count` most likely tokens, from logits [N, V], in float32 at least."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    values, tokens = scaled.log_softmax(-1).topk(count, dim=-1)
-    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
-    return [list(zip(own_tokens, own_values, strict=True)) for own_tokens, own_values in pairs]
+    logprobs = scaled.log_softmax(-1)
+    given = logprobs.gather(1, targets[:, None])
+    ranks = (logprobs > given).sum(-1) + 1
+    values, tokens = logprobs.topk(count, dim=-1)
+    top = [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
+    return TokenScores(given[:, 0].tolist(), ranks.tolist(), top)
+
+
+def joined_scores(parts: Iterable[TokenScores]) -> TokenScores:
+    """The scores of consecutive tokens."""
+    joined = TokenScores([], [], [])
+    for part in parts:
+        joined.logprobs.extend(part.logprobs)
+        joined.ranks.extend(part.ranks)
+        joined.top.extend(part.top)
+    return joined
 
 
 def scores_of(

@@ -1,18 +1,16 @@
-"""The routes of the server: the OpenAI API with the formats of its answers, health and metrics.
+"""The routes of the server: the OpenAI API, health and metrics.
 
-`trainer_api` has the routes for our trainer, and `classify` the routes of a classification model.
-
-A server may send 10,000s of chunks per second, so the parts of a chunk that do not change are formatted once.
+`answers` has the formats of answers, `tokenizer_api` the routes of the tokenizer, `trainer_api` those for our trainer,
+and `classify` those of a classification model.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import json
-import secrets
+import math
 import time
-from collections.abc import Callable, Sequence
-from json.encoder import encode_basestring_ascii as quoted
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,8 +20,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from assay.engine.base import TokenChunk
-from assay.server.protocol import ApiError, Generation
+from assay.engine.base import TokenScores
+from assay.server.answers import DONE, AnswerWriter, StreamWriter
+from assay.server.protocol import ApiError, CompletionRequest
 from assay.server.service import (
     CLOSED,
     FIRST_TOKEN,
@@ -35,17 +34,22 @@ from assay.server.service import (
     RunningSamples,
     Service,
     error_response,
+    failure,
     json_response,
     until_disconnect,
 )
+from assay.server.tokenizer_api import tokenizer_routes
 from assay.server.trainer_api import trainer_routes
 from assay.system.http_server import is_same_origin
-from assay.text import Renderer
-from assay.text.stream import REPLACEMENT, TextStream, text_before_stop
-from assay.types import Completion
+from assay.types import Completion, Finish, UserError
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-DONE = b"data: [DONE]\n\n"
+# The answer to a browser that asks what a web page may send.
+PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST",
+    "Access-Control-Allow-Headers": "*, Authorization",
+    "Access-Control-Max-Age": "600",
+}
 
 
 class Gate:
@@ -58,15 +62,21 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         status = 0
+        # A server with a key may be used by web pages of any origin: browsers add no keys by themselves.
+        for_pages = bool(self.service.api_key)
 
         async def counted(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if for_pages:
+                    message["headers"] = [*message.get("headers", ()), (b"access-control-allow-origin", b"*")]
             await send(message)
 
         try:
-            if error := self._refusal(scope):
+            if for_pages and scope["method"] == "OPTIONS":
+                await Response(status_code=204, headers=PREFLIGHT)(scope, receive, counted)
+            elif error := self._refusal(scope):
                 await error_response(error)(scope, receive, counted)
             else:
                 await self.app(scope, receive, counted)
@@ -117,156 +127,10 @@ async def on_other_error(request: HttpRequest, error: Exception) -> Response:
     return error_response(ApiError(500, "internal error: see the server's log"))
 
 
-Likely = Sequence[Sequence[tuple[int, float]]]  # per token: likely tokens and their log-probabilities
-Alternatives = Sequence[Sequence[tuple[str, float]]]  # the same with the texts of the tokens
-
-
-def completion_logprobs(
-    texts: Sequence[str], logprobs: Sequence[float], offset: int = 0, alternatives: Alternatives | None = None
-) -> dict[str, Any]:
-    """In the format of /v1/completions. `offset`: length of the text before these tokens."""
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    tops = None
-    if alternatives is not None:  # the first of several tokens with the same text is the most likely one
-        tops = [dict(reversed(likely)) for likely in alternatives]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
-
-
-def chat_logprobs(
-    texts: Sequence[str], logprobs: Sequence[float], alternatives: Alternatives | None = None
-) -> dict[str, Any]:
-    """In the format of /v1/chat/completions."""
-    tops = alternatives if alternatives is not None else [()] * len(texts)
-    content = [
-        token_entry(text, logprob) | {"top_logprobs": [token_entry(*other) for other in likely]}
-        for text, logprob, likely in zip(texts, logprobs, tops, strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def token_entry(text: str, logprob: float) -> dict[str, Any]:
-    """Tokens with a part of a character have no bytes."""
-    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
-
-
-class AnswerWriter:
-    """Formats the answers to one request."""
-
-    def __init__(self, generation: Generation, renderer: Renderer, texts: Callable[[int], str], model: str) -> None:
-        self.generation, self.renderer, self.texts = generation, renderer, texts
-        self.sampled_tokens = 0
-        self.head = {
-            "id": f"{'chatcmpl' if generation.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": "chat.completion" if generation.chat else "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    @property
-    def usage(self) -> dict[str, int]:
-        prompt, sampled = self.generation.prompt_tokens, self.sampled_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-    def body(self, completions: Sequence[Completion], likely: Sequence[Likely | None]) -> bytes:
-        """The whole response. `completions` and `likely`: of the choices."""
-        self.sampled_tokens = sum(len(completion.token_ids) for completion in completions)
-        choices = [self._choice(index, *choice) for index, choice in enumerate(zip(completions, likely, strict=True))]
-        return json.dumps({**self.head, "choices": choices, "usage": self.usage}).encode()
-
-    def _choice(self, index: int, completion: Completion, likely: Likely | None) -> dict[str, Any]:
-        generation = self.generation
-        text = text_before_stop(self.renderer.decode(completion.token_ids), generation.params.stop)
-        choice: dict[str, Any] = {"index": index}
-        if generation.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        choice["logprobs"] = self.logprobs(completion.token_ids, completion.engine_logprobs, likely=likely)
-        choice["finish_reason"] = completion.finish.value
-        if generation.token_ids:
-            choice["prompt_token_ids"] = generation.prompts[index // generation.params.n]
-            choice["token_ids"] = completion.token_ids
-        return choice
-
-    def logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int = 0, likely: Likely | None = None
-    ) -> dict[str, Any] | None:
-        if not self.generation.logprobs:
-            return None
-        texts, alternatives = [self.texts(token) for token in token_ids], None
-        if likely is not None:
-            # The sampled token has its reported log-probability: another pass rounds it differently.
-            alternatives = [
-                [(self.texts(other), logprob if other == token else value) for other, value in others]
-                for token, logprob, others in zip(token_ids, logprobs, likely, strict=True)
-            ]
-        if self.generation.chat:
-            return chat_logprobs(texts, logprobs, alternatives)
-        return completion_logprobs(texts, logprobs, offset, alternatives)
-
-
-class StreamWriter(AnswerWriter):
-    """Formats the answers to one request as server-sent events."""
-
-    def __init__(self, generation: Generation, renderer: Renderer, texts: Callable[[int], str], model: str) -> None:
-        super().__init__(generation, renderer, texts, model)
-        if generation.chat:
-            self.head["object"] = "chat.completion.chunk"
-        start = json.dumps(self.head)[:-1]
-        end = ',"usage":null}\n\n' if generation.include_usage else "}\n\n"
-        fields = '"delta":{"content":' if generation.chat else '"text":'
-        self._starts = [f'data: {start},"choices":[{{"index":{index},{fields}' for index in range(generation.samples)]
-        self._start, self._end = start, end
-        # Log-probabilities and token ids differ between chunks; without them all but the text is constant.
-        self._plain = not (generation.logprobs or generation.token_ids)
-        close = "}" if generation.chat else ""
-        self._continues = f'{close},"logprobs":null,"finish_reason":null}}]{end}'
-        self._close = close
-        self._streams = [TextStream(renderer.decode, generation.params.stop) for _ in range(generation.samples)]
-        self._offsets = [0] * generation.samples
-
-    def opening(self) -> str:
-        """The chunks that name the role, in a chat."""
-        if not self.generation.chat:
-            return ""
-        delta = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return "".join(
-            f'data: {self._start},"choices":[{{"index":{index},{delta}}}]{self._end}'
-            for index in range(self.generation.samples)
-        )
-
-    def chunk(self, index: int, event: TokenChunk | Completion) -> str:
-        """The chunk of new tokens, or of the end, of one choice; empty if there is nothing to send yet."""
-        if isinstance(event, TokenChunk):
-            self.sampled_tokens += len(event.token_ids)
-            text = self._streams[index].add(event.token_ids)
-            if self._plain:
-                return f"{self._starts[index]}{quoted(text)}{self._continues}" if text else ""
-            return self._detailed(index, text, event.token_ids, event.logprobs)
-        text = self._streams[index].finish()
-        finish = f'{self._close},"logprobs":null,"finish_reason":"{event.finish.value}"}}]{self._end}'
-        return f"{self._starts[index]}{quoted(text)}{finish}"
-
-    def closing(self) -> bytes:
-        if not self.generation.include_usage:
-            return DONE
-        return f'data: {self._start},"choices":[],"usage":{json.dumps(self.usage)}}}\n\n'.encode() + DONE
-
-    def _detailed(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-        values = self.logprobs(token_ids, logprobs, self._offsets[index])
-        self._offsets[index] += len(text)
-        ids = f',"token_ids":{json.dumps(list(token_ids))}' if self.generation.token_ids else ""
-        rest = f'{self._close},"logprobs":{json.dumps(values)},"finish_reason":null{ids}}}]{self._end}'
-        return f"{self._starts[index]}{quoted(text)}{rest}"
-
-
 class GenerationResponse(Response):
     """Generates answers, whole or as a stream. The requests are aborted when the client disconnects."""
 
-    def __init__(self, service: Service, generation: Generation) -> None:
+    def __init__(self, service: Service, generation: CompletionRequest) -> None:
         self.service, self.generation, self.started = service, generation, time.perf_counter()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -280,21 +144,36 @@ class GenerationResponse(Response):
 
     async def _whole(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
         service, completions = self.service, await samples.completions()
+        if self.generation.prompts_only:
+            completions = [Completion([], [], [], Finish.LENGTH)] * self.generation.samples
         writer = AnswerWriter(self.generation, service.renderer, service.texts, service.model)
-        body = writer.body(completions, await self._likely_tokens(completions))
+        scores = await self._scores(completions)
+        if self.generation.scores_prompts:  # long prompts: other requests are served meanwhile
+            body = await asyncio.to_thread(writer.body, completions, scores)
+        else:
+            body = writer.body(completions, scores)
         service.metrics.add(SAMPLED_TOKENS, writer.sampled_tokens)
         await Response(body, media_type=JSON)(scope, receive, send)
 
-    async def _likely_tokens(self, completions: Sequence[Completion]) -> Sequence[Any]:
-        """The alternatives to each token of the answers, from one more pass over prompts and answers."""
+    async def _scores(self, completions: Sequence[Completion]) -> Sequence[TokenScores | None]:
+        """The scores of prompts, and the alternatives to each token, from one more pass over prompts and answers."""
         generation = self.generation
-        if not generation.top_logprobs:
+        if not (generation.top_logprobs or generation.scores_prompts):
             return [None] * len(completions)
         prompts = [prompt for prompt in generation.prompts for _ in range(generation.params.n)]
         pairs = zip(prompts, completions, strict=True)
-        sequences, starts = [[*prompt, *completion.token_ids] for prompt, completion in pairs], [*map(len, prompts)]
-        temperature = generation.params.temperature or 1.0
-        return await self.service.call("top_logprobs", sequences, starts, generation.top_logprobs, temperature)
+        sequences = [[*prompt, *completion.token_ids] for prompt, completion in pairs]
+        starts = [1 if generation.scores_prompts else len(prompt) for prompt in prompts]
+        count, temperature = generation.alternatives, generation.params.temperature or 1.0
+        try:
+            scores = await self.service.call("top_logprobs", sequences, starts, count, temperature)
+        except UserError as error:  # the engine does not compute them
+            raise ApiError(400, str(error)) from None
+        except Exception as error:
+            raise failure(error) from None
+        if not all(math.isfinite(sum(score.logprobs)) for score in scores):  # JSON has no such numbers
+            raise ApiError(500, "a token of the prompt or of the answer has a log-probability that is not finite")
+        return scores
 
     async def _stream(self, samples: RunningSamples, scope: Any, receive: Any, send: Any) -> None:
         service = self.service
@@ -343,6 +222,7 @@ def make_app(service: Service) -> Any:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         unsupported("/classify", no_classifier),
+        *tokenizer_routes(service),
         *trainer_routes(service),
     ]
     return with_common_routes(routes, service)

@@ -22,6 +22,7 @@ from assay.config import HttpConfig
 from assay.engine.base import EngineLoad
 from assay.rewards.reward_model import ModelInput, Outputs, RewardModelProcess
 from assay.server.app import unsupported, with_common_routes
+from assay.server.batches import SequenceBatches
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
 from assay.server.server import make_http_server, nothing
 from assay.server.service import LATENCY, PROMPT_TOKENS, HttpService, json_response
@@ -35,62 +36,26 @@ FIELDS = {"model", "input", "messages", "use_activation"}
 Result = tuple[Outputs, int]  # outputs, or why there are none; number of tokens
 
 
-class SequenceBatches:
-    """Collects the sequences of concurrent requests, and computes all that wait as soon as the model is free."""
+class ProcessBatches(SequenceBatches[ModelInput, Result]):
+    """Computes sequences in the process of the model."""
 
     def __init__(self, process: RewardModelProcess, max_tokens: int = 0) -> None:
         """`max_tokens`: per sequence; 0: what the model allows."""
+        super().__init__(AT_ONCE)
         self._process, self._max_tokens = process, max_tokens
-        self._waiting: list[tuple[list[ModelInput], asyncio.Future[list[Result]]]] = []
-        self._task: asyncio.Task[None] | None = None
-        self._running = 0  # sequences that are being computed
 
-    @property
-    def load(self) -> EngineLoad:
-        return EngineLoad(self._running, len(self._waiting))
-
-    async def submit(self, items: list[ModelInput]) -> list[Result]:
-        """Returns one result per item. Raises `ApiError` if the process of the model fails."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Result]] = loop.create_future()
-        self._waiting.append((items, future))
-        if self._task is None:
-            self._task = loop.create_task(self._run())
-        return await future
+    async def compute(self, items: list[ModelInput]) -> Sequence[Result]:
+        """Raises `ApiError` if the process of the model fails."""
+        call = asyncio.to_thread(self._process.call, "classify", items, BATCH_TOKENS, self._max_tokens)
+        try:
+            return await call
+        except Exception as error:
+            self._process.close()  # after an error of CUDA it could not go on
+            raise failure_of(error) from None
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        super().close()
         self._process.close()
-
-    async def _run(self) -> None:
-        while batch := self._take():
-            items = [item for request, _ in batch for item in request]
-            self._running = len(items)
-            try:
-                call = asyncio.to_thread(self._process.call, "classify", items, BATCH_TOKENS, self._max_tokens)
-                results = iter(await call)
-                outcomes: list[Any] = [[next(results) for _ in request] for request, _ in batch]
-            except Exception as error:
-                self._process.close()  # after an error of CUDA it could not go on
-                outcomes = [failure_of(error) for _ in batch]
-            for (_, future), outcome in zip(batch, outcomes, strict=True):
-                if future.done():  # the request was cancelled
-                    continue
-                if isinstance(outcome, ApiError):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
-        self._running, self._task = 0, None
-
-    def _take(self) -> list[tuple[list[ModelInput], asyncio.Future[list[Result]]]]:
-        """The requests that have waited longest: at least one, with `AT_ONCE` sequences if there are as many."""
-        count = size = 0
-        while count < len(self._waiting) and size < AT_ONCE:
-            size += len(self._waiting[count][0])
-            count += 1
-        batch, self._waiting = self._waiting[:count], self._waiting[count:]
-        return batch
 
 
 def failure_of(error: Exception) -> ApiError:
@@ -104,7 +69,7 @@ def failure_of(error: Exception) -> ApiError:
 class ClassifyService(HttpService):
     """What the routes of a classification model need."""
 
-    batches: SequenceBatches
+    batches: ProcessBatches
     info: Mapping[str, Any]  # of `RewardModelWorker.info`
 
     @property
@@ -186,7 +151,7 @@ def serve_classifier(
     """Serve until Ctrl-C or SIGTERM; must be called in the main thread."""
 
     async def run() -> None:
-        batches, info = SequenceBatches(process, cfg.max_prompt_tokens), process.call("info")
+        batches, info = ProcessBatches(process, cfg.max_prompt_tokens), process.call("info")
         service = ClassifyService(name, cfg, AT_ONCE + cfg.queue, batches=batches, info=info)
         try:
             server = make_http_server(make_classify_app(service), cfg, on_ready)

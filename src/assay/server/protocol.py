@@ -20,6 +20,7 @@ from assay.types import Message, Prompt, UserError, clip, plural
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1_000
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 8  # in addition to the model's end tokens
+MAX_SCORES = 1 << 20  # log-probabilities of prompt tokens and their alternatives per request
 MIN_TEMPERATURE = 1e-3  # lower ones could overflow
 DEFAULT_TOKENS = 16  # of /v1/completions, as in the OpenAI API
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -38,6 +39,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 COMMON = {"model", "n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"}
 COMMON |= {"stop_token_ids", "ignore_eos", "stream", "stream_options", "logprobs", "return_token_ids"}
+COMMON |= {"prompt_logprobs"}
 KINDS = {str: "a string", bool: "true or false", dict: "an object", list: "an array"}
 
 
@@ -128,7 +130,7 @@ def parse_inputs(value: Any, param: str) -> list[str | list[int]]:
 
 
 @dataclass
-class Generation:
+class CompletionRequest:
     """A checked request for completions."""
 
     prompts: list[list[int]]  # token ids
@@ -140,6 +142,9 @@ class Generation:
     logprobs: bool = False
     top_logprobs: int = 0  # number of alternatives that are reported for each token
     token_ids: bool = False  # also return the ids of prompts and answers
+    prompt_logprobs: int | None = None  # number of alternatives that are reported for each token of the prompts
+    echoed: Sequence[str | list[int]] = ()  # prompts as they were sent, if they are repeated before the answers
+    prompts_only: bool = False  # nothing is sampled
 
     @property
     def samples(self) -> int:
@@ -149,7 +154,23 @@ class Generation:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+    @property
+    def echo(self) -> bool:
+        return bool(self.echoed)
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether log-probabilities of the prompts' tokens are reported."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs)
+
+    @property
+    def alternatives(self) -> int:
+        """Number of likely tokens that are needed for each position."""
+        return max(self.top_logprobs, self.prompt_logprobs or 0)
+
     def requests(self) -> list[Request]:
+        if self.prompts_only:
+            return []
         return [Request(ids, self.params, self.seed, name="the request", stream=self.stream) for ids in self.prompts]
 
 
@@ -162,27 +183,28 @@ class RequestParser:
         self.plain = copy.copy(renderer)
         self.plain.system = None
 
-    def completion(self, tree: Mapping[str, Any]) -> Generation:
+    def completion(self, tree: Mapping[str, Any]) -> CompletionRequest:
         fields = Fields(tree)
-        fields.check_known(COMMON | {"prompt"})
+        fields.check_known(COMMON | {"prompt", "echo"})
         check_model(fields, self.name)
-        prompts = self._prompts(tree.get("prompt"))
+        inputs = parse_inputs(tree.get("prompt"), "prompt")
+        echo = fields.get("echo", bool, False)
         logprobs = fields.integer("logprobs", None, 0, MAX_TOP_LOGPROBS)
-        limit = fields.integer("max_tokens", DEFAULT_TOKENS, 1, 1 << 31)
-        generation = self._generation(fields, prompts, limit, "prompt", logprobs=logprobs is not None)
-        # 1 is what clients send for the sampled tokens alone.
-        return with_alternatives(generation, logprobs if logprobs and logprobs > 1 else 0, "logprobs")
+        limit = fields.integer("max_tokens", DEFAULT_TOKENS, 0 if echo or prompts_scored(tree) else 1, 1 << 31)
+        generation = self._generation(fields, self._prompts(inputs), limit, "prompt", logprobs=logprobs is not None)
+        generation.echoed = inputs if echo else ()
+        # Without a prompt to score, 1 is what clients send for the sampled tokens alone.
+        generation = with_alternatives(generation, logprobs if logprobs and (echo or logprobs > 1) else 0, "logprobs")
+        return self._checked_scoring(generation)
 
-    def chat_completion(self, tree: Mapping[str, Any]) -> Generation:
+    def chat_completion(self, tree: Mapping[str, Any]) -> CompletionRequest:
         fields = Fields(tree)
         fields.check_known(COMMON | {"messages", "max_completion_tokens", "top_logprobs"})
         check_model(fields, self.name)
-        if not self.has_chat:
-            message = "the model has no chat template: use /v1/completions, or start the server with prompt.template"
-            raise ApiError(400, message, "messages")
-        ids = self._chat_ids(parse_messages(tree.get("messages")))
-        limit = fields.integer("max_completion_tokens", None, 1, 1 << 31)
-        limit = fields.integer("max_tokens", None, 1, 1 << 31) if limit is None else limit
+        ids = self.chat_ids(parse_messages(tree.get("messages")))
+        low = 0 if prompts_scored(tree) else 1
+        limit = fields.integer("max_completion_tokens", None, low, 1 << 31)
+        limit = fields.integer("max_tokens", None, low, 1 << 31) if limit is None else limit
         logprobs = fields.get("logprobs", bool, False)
         generation = self._generation(fields, [ids], limit, "messages", logprobs=logprobs, chat=True)
         stops = tuple(dict.fromkeys((*generation.params.stop, *self.renderer.stop)))
@@ -190,15 +212,36 @@ class RequestParser:
         count = fields.integer("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
         if count and not logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs")
-        return with_alternatives(generation, count, "top_logprobs")
+        return self._checked_scoring(with_alternatives(generation, count, "top_logprobs"))
 
-    def _prompts(self, value: Any) -> list[list[int]]:
-        prompts = parse_inputs(value, "prompt")
+    def _checked_scoring(self, generation: CompletionRequest) -> CompletionRequest:
+        """A request whose prompts are echoed or scored."""
+        if generation.stream and (generation.echo or generation.scores_prompts):
+            name = "echo" if generation.echo else "prompt_logprobs"
+            raise ApiError(
+                400, f"'{name}' is not supported in a stream: remove one of them", name, "unsupported_parameter"
+            )
+        if not generation.scores_prompts:
+            return generation
+        if not self.info.capabilities.score:
+            message = "the engine computes no log-probabilities of prompts: remove 'logprobs' or 'echo'"
+            raise ApiError(400, message, "logprobs", "unsupported_parameter")
+        count = generation.prompt_tokens * generation.params.n * (1 + generation.alternatives)
+        if count > MAX_SCORES:
+            message = f"{count} log-probabilities of prompts are more than {MAX_SCORES} per request: send fewer prompts"
+            raise ApiError(400, message, "prompt")
+        return generation
+
+    def _prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         if len(prompts) > self.cfg.max_samples:
             raise ApiError(400, f"more than {self.cfg.max_samples} prompts: send fewer per request", "prompt")
         return [self.renderer.text_ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _chat_ids(self, messages: list[Message]) -> list[int]:
+    def chat_ids(self, messages: list[Message]) -> list[int]:
+        """Token ids of a chat, rendered by the template, up to the beginning of the answer."""
+        if not self.has_chat:
+            message = "the model has no chat template: use /v1/completions, or start the server with prompt.template"
+            raise ApiError(400, message, "messages")
         # The system message of the settings is a default.
         renderer = self.plain if messages[0]["role"] == "system" else self.renderer
         try:
@@ -214,9 +257,9 @@ class RequestParser:
         param: str,
         logprobs: bool,
         chat: bool = False,
-    ) -> Generation:
+    ) -> CompletionRequest:
         for ids in prompts:
-            self._check_prompt(ids, param)
+            self._check_prompt(ids, param, room=0 if limit == 0 else 1)
         longest = max(map(len, prompts))
         rest = self.info.max_length - longest
         if limit is not None and limit > rest:
@@ -224,15 +267,17 @@ class RequestParser:
             message = f"{sizes} exceed the maximum of {self.info.max_length}"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         options = fields.get("stream_options", dict, {})
-        generation = Generation(
+        generation = CompletionRequest(
             prompts,
-            self._params(fields, rest if limit is None else limit),
+            self._params(fields, rest if limit is None else max(limit, 1)),
             fields.integer("seed", None, -(1 << 63), (1 << 63) - 1),
             chat=chat,
             stream=fields.get("stream", bool, False),
             include_usage=Fields(options).get("include_usage", bool, False),
             logprobs=logprobs,
             token_ids=fields.get("return_token_ids", bool, False),
+            prompt_logprobs=fields.integer("prompt_logprobs", None, 0, MAX_TOP_LOGPROBS),
+            prompts_only=limit == 0,
         )
         if generation.seed is None:
             generation.seed = secrets.randbits(63)
@@ -241,8 +286,9 @@ class RequestParser:
             raise ApiError(400, message, "n")
         return generation
 
-    def _check_prompt(self, ids: Sequence[int], param: str) -> None:
-        longest = min(self.cfg.max_prompt_tokens or self.info.max_length, self.info.max_length - 1)
+    def _check_prompt(self, ids: Sequence[int], param: str, room: int) -> None:
+        """`room`: minimum number of tokens that must fit after the prompt."""
+        longest = min(self.cfg.max_prompt_tokens or self.info.max_length, self.info.max_length - room)
         if not ids:
             raise ApiError(400, "the prompt is empty: it needs at least one token", param)
         if len(ids) > longest:
@@ -281,7 +327,11 @@ def check_model(fields: Fields, served: str) -> None:
         raise ApiError(404, message, "model", "model_not_found")
 
 
-def with_alternatives(generation: Generation, count: int, param: str) -> Generation:
+def prompts_scored(tree: Mapping[str, Any]) -> bool:
+    return tree.get("prompt_logprobs") is not None
+
+
+def with_alternatives(generation: CompletionRequest, count: int, param: str) -> CompletionRequest:
     if count and generation.stream:
         message = f"probabilities of other tokens ('{param}') are not supported in a stream: remove one of them"
         raise ApiError(400, message, param, "unsupported_parameter")

@@ -10,9 +10,10 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from torch import Tensor
 
-from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk
+from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk, TokenScores
 from assay.engine.remote.server_side import shared_buffer, weights_of_buffer, weights_of_folder
 from assay.engine.remote.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
+from assay.server.batches import SequenceBatches
 from assay.server.protocol import ApiError, Fields
 from assay.server.service import PROMPT_TOKENS, SAMPLED_TOKENS, RunningSamples, Service, json_response, until_disconnect
 from assay.types import Completion, UserError, describe_error
@@ -34,6 +36,8 @@ Batch = list[Any]  # its name, the index of the request, the number of requests
 NDJSON = b"application/x-ndjson"
 MAX_VERSION = 1 << 53
 CALLS = 4  # threads for calls of the engine that wait
+# Tokens of the sequences that are scored in one call of the engine, by device: running requests wait for it.
+SCORED_TOKENS = {"cpu": 1024, "cuda": 8192}
 CHUNK_S = 60.0  # seconds after which an update without further weights is given up
 
 
@@ -217,6 +221,39 @@ class ChunkedUpdate:
             self._done.set_exception(error)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A sequence to score."""
+
+    ids: Sequence[int]
+    start: int  # position of the first token whose score is needed
+    count: int  # number of likely tokens at each position
+    temperature: float
+
+
+class ScoreBatches(SequenceBatches[Scored, TokenScores]):
+    """Computes sequences of concurrent requests in one call of the engine."""
+
+    def __init__(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        super().__init__(SCORED_TOKENS.get(engine.info.device.type, SCORED_TOKENS["cpu"]))
+        self._engine, self._threads = engine, threads
+
+    def size(self, item: Scored) -> int:
+        return len(item.ids)
+
+    async def compute(self, items: list[Scored]) -> Sequence[TokenScores]:
+        groups: dict[tuple[int, float], list[int]] = {}
+        for index, item in enumerate(items):
+            groups.setdefault((item.count, item.temperature), []).append(index)
+        results: dict[int, TokenScores] = {}
+        for options, indices in groups.items():
+            sequences, starts = [items[index].ids for index in indices], [items[index].start for index in indices]
+            call = partial(self._engine.top_logprobs, sequences, starts, *options)
+            scores = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            results.update(zip(indices, scores, strict=True))
+        return [results[index] for index in range(len(items))]
+
+
 class EngineControl:
     """Calls of the engine that are not requests. Those that wait for a step boundary run in threads."""
 
@@ -225,6 +262,7 @@ class EngineControl:
         self._chunked: ChunkedUpdate | None = None
         self._updating = threading.Lock()
         self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="engine-call")
+        self._scores = ScoreBatches(engine, self._threads)
 
     async def call(self, name: str, *args: Any) -> Any:
         """Call a method of this object, or else of the engine."""
@@ -234,10 +272,20 @@ class EngineControl:
             return self.engine.info.version
         if name == "info":
             return self.info()
+        if name == "top_logprobs":
+            return await self.top_logprobs(*args)
         method = self.update_weights if name == "update_weights" else getattr(self.engine, name)
         return await asyncio.get_running_loop().run_in_executor(self._threads, method, *args)
 
+    async def top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
+    ) -> list[TokenScores]:
+        """Together with the sequences of other calls that wait."""
+        pairs = zip(sequences, starts, strict=True)
+        return await self._scores.submit([Scored(ids, start, count, temperature) for ids, start in pairs])
+
     def close(self) -> None:
+        self._scores.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def info(self) -> dict[str, Any]:

@@ -299,14 +299,19 @@ def test_unknown_or_unsuitable_engines_are_errors() -> None:
 def test_top_logprobs_are_the_most_likely_tokens_of_the_model() -> None:
     model = model_of("qwen3")
     engine = engine_for(model)
-    sequences, starts = [list(range(1, 20)), [5, 3, 8, 1]], [7, 1]
+    sequences, starts = [list(range(1, 20)), [5, 3, 8, 1], [2], [6, 7]], [7, 1, 1, 1]
     results = engine.top_logprobs(sequences, starts, 3, 0.5)
-    for sequence, start, rows in zip(sequences, starts, results, strict=True):
+    for sequence, start, scores in zip(sequences, starts, results, strict=True):
         logits = model.unembed(model.hidden(torch.tensor(sequence), [len(sequence)]))[start - 1 : -1]
-        values, tokens = (logits / 0.5).log_softmax(-1).topk(3)
-        assert [[token for token, _ in row] for row in rows] == tokens.tolist()
-        flat = [value for row in rows for _, value in row]
+        logprobs = (logits / 0.5).log_softmax(-1)
+        values, tokens = logprobs.topk(3)
+        assert [[token for token, _ in row] for row in scores.top] == tokens.tolist()
+        flat = [value for row in scores.top for _, value in row]
         assert flat == pytest.approx(values.flatten().tolist(), abs=1e-4)
+        order = logprobs.argsort(-1, descending=True).tolist()
+        assert scores.ranks == [row.index(token) + 1 for row, token in zip(order, sequence[start:], strict=True)]
+        (plain,) = engine.score([sequence], 0.5)
+        assert scores.logprobs == pytest.approx(plain[start - 1 :], abs=1e-4)
 
 
 def test_logits_are_freed_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from assay.engine.base import (
     EngineLoad,
     EngineOptions,
     Request,
-    TopLogprobs,
+    TokenScores,
     WeightSource,
     copy_weights,
 )
@@ -132,9 +132,8 @@ class NativeEngine(LocalEngine):
 
     def _top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float
-    ) -> list[TopLogprobs]:
-        pairs = zip(sequences, starts, strict=True)
-        return [self.runner.top_logprobs(sequence, start, count, temperature) for sequence, start in pairs]
+    ) -> list[TokenScores]:
+        return self.runner.top_logprobs(sequences, starts, count, temperature, self.scheduler.prefill_tokens)
 
     def _update_weights(self, source: WeightSource, version: int) -> None:
         keep = self.kv_on_update == "keep"

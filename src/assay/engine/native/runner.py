@@ -7,18 +7,19 @@ replayed. The kernels skip rows that have ended, so the host need not read resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.base import TopLogprobs
+from assay.engine.base import TokenScores
 from assay.engine.native.attention import ChunkAttention, RowAttention, VarlenAttention, slots_of
 from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.scheduler import Chunk
-from assay.engine.sampler import Rows, target_logprobs, top_logprobs
+from assay.engine.sampler import Rows, joined_scores, target_logprobs, token_scores
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
 from assay.models.attention import has_varlen
 
@@ -61,37 +62,43 @@ class Runner:
     def score(self, sequences: Sequence[Sequence[int]], temperature: float, budget: int) -> list[list[float]]:
         """Log-probabilities of every token but the first; at most `budget` tokens, or one sequence, per pass."""
         scores: list[list[float]] = []
-        batch: list[Sequence[int]] = []
-        for sequence in sequences:
-            if batch and sum(map(len, batch)) + len(sequence) > budget:
-                scores += self._score(batch, temperature)
-                batch = []
-            batch.append(sequence)
-        return scores + self._score(batch, temperature) if batch else scores
+        for batch in batches_of(sequences, budget):
+            parts = [
+                target_logprobs(logits, targets, temperature)
+                for logits, targets in self._scored_logits(sequences[batch], [1] * len(sequences[batch]))
+            ]
+            logprobs = torch.cat(parts).cpu() if parts else torch.empty(0)
+            scores += [part.tolist() for part in logprobs.split([len(sequence) - 1 for sequence in sequences[batch]])]
+        return scores
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def top_logprobs(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float, budget: int
+    ) -> list[TokenScores]:
+        """Scores of the tokens from `starts` on; batches as in `score`."""
+        scores: list[TokenScores] = []
+        for batch in batches_of(sequences, budget):
+            parts = self._scored_logits(sequences[batch], starts[batch])
+            joined = joined_scores(token_scores(*part, count, temperature) for part in parts)
+            lengths = [len(ids) - start for ids, start in zip(sequences[batch], starts[batch], strict=True)]
+            scores += [joined.part(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
+        return scores
+
+    def _scored_logits(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits for the tokens of all sequences from `starts` on, and these tokens, in parts of `SCORE_LOGITS`."""
         hidden = self._hidden(sequences)
-        lengths = [len(sequence) for sequence in sequences]
-        predicts = np.ones(sum(lengths), dtype=bool)
-        predicts[np.cumsum(lengths) - 1] = False
+        predicts = np.zeros(len(hidden), dtype=bool)
+        end = 0
+        for sequence, start in zip(sequences, starts, strict=True):
+            predicts[end + start - 1 : end + len(sequence) - 1] = True
+            end += len(sequence)
         hidden = hidden[self.rows.upload(predicts)]
-        targets = self.rows.upload(np.concatenate([np.asarray(sequence[1:], dtype=np.int64) for sequence in sequences]))
+        pairs = zip(sequences, starts, strict=True)
+        targets = self.rows.upload(np.concatenate([np.asarray(ids[start:], dtype=np.int64) for ids, start in pairs]))
         size = max(SCORE_LOGITS // self.network.spec.vocab_size, 1)
-        parts = [
-            target_logprobs(
-                self.network.unembed(hidden[start : start + size]), targets[start : start + size], temperature
-            )
-            for start in range(0, len(targets), size)
-        ]
-        logprobs = torch.cat(parts) if parts else hidden.new_empty(0)
-        return [part.tolist() for part in logprobs.cpu().split([length - 1 for length in lengths])]
-
-    def top_logprobs(self, sequence: Sequence[int], start: int, count: int, temperature: float) -> TopLogprobs:
-        """The most likely tokens at each position from `start` on."""
-        hidden = self._hidden([sequence])[start - 1 : -1]
-        size = max(SCORE_LOGITS // self.network.spec.vocab_size, 1)
-        parts = [top_logprobs(self.network.unembed(part), count, temperature) for part in hidden.split(size)]
-        return [row for part in parts for row in part]
+        for first in range(0, len(targets), size):
+            yield self.network.unembed(hidden[first : first + size]), targets[first : first + size]
 
     def _hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Hidden states of all tokens. Uses a separate KV cache, so that running sequences are not affected."""
@@ -130,6 +137,18 @@ class Runner:
         places = self.network.ops.token_positions(positions, slots)
         hidden = self.network.forward(rows.column(Column.TOKEN, size), places, self.kv, attend)
         rows.draw(self.network.unembed(hidden))
+
+
+def batches_of(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[slice]:
+    """Consecutive sequences with at most `budget` tokens together, or one sequence."""
+    first = tokens = 0
+    for index, sequence in enumerate(sequences):
+        if index > first and tokens + len(sequence) > budget:
+            yield slice(first, index)
+            first, tokens = index, 0
+        tokens += len(sequence)
+    if sequences:
+        yield slice(first, len(sequences))
 
 
 def sizes_up_to(rows: int) -> list[int]:

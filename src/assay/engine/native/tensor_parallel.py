@@ -41,7 +41,7 @@ from assay.engine.base import (
     Event,
     Request,
     SamplingParams,
-    TopLogprobs,
+    TokenScores,
     WeightSource,
 )
 from assay.engine.in_process import StepBoundary
@@ -216,7 +216,7 @@ class TensorParallelLeader(Engine):
 
     def top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
-    ) -> list[TopLogprobs]:
+    ) -> list[TokenScores]:
         lists = [[index(token) for token in sequence] for sequence in sequences]
         return self._boundary.call(self._command("top_logprobs", lists, list(starts), count, temperature))
 

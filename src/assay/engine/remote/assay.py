@@ -5,7 +5,6 @@ All numbers survive the way through HTTP (see `wire`), so training gives the sam
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from assay.engine.remote.http import (
     ServerUnreachable,
     allowed_connections,
 )
-from assay.engine.remote.launch import LaunchedServers, plain_environment
+from assay.engine.remote.launch import LaunchedServers, module_environment
 from assay.engine.remote.scoring import unpacked_scores
 from assay.engine.remote.server_side import KEY
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
@@ -73,8 +72,7 @@ class LaunchedAssay(LaunchedServers):
         return [sys.executable, "-m", "assay", "serve", str(self.model_folder), *words]
 
     def _environment(self, index: int) -> dict[str, str]:
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        return {**plain_environment(), "PYTHONPATH": path, KEY: self.key}
+        return {**module_environment(), KEY: self.key}
 
 
 class AssayEngine(RemoteEngine):
