@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,8 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import _along, _legend_of, _lines, _points, _smooth, draw_curves, make_trackers, shown_panels
+from assay.runs.curves import _along, _legend_of, _lines, _points, _smooth, draw_curves, shown_panels
 from assay.runs.directory import read_metrics
-from assay.types import UserError
 
 
 def test_curves_of_a_full_run(tmp_path: Path) -> None:
@@ -114,43 +112,3 @@ def test_the_legend_names_the_splits(tmp_path: Path) -> None:
     labels = _legend_of(run.path)
     assert "(validation)" in labels["eval"] and "(test)" in labels["before"] and "(test)" in labels["start"]
     assert not any("(" in label for label in _legend_of(tmp_path).values())
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run.create(tmp_path, "tracked", "seed = 1\n")
-
-
-def test_missing_packages_name_their_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert make_trackers(None, False, run) == make_trackers("", False, run) == []
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"assay-rl\[wandb\]"):
-        make_trackers("project", False, run)
-    with pytest.raises(UserError, match=r"assay-rl\[tensorboard\]"):
-        make_trackers(None, True, run)
-
-
-@pytest.mark.slow
-def test_tensorboard_files_hold_the_numbers(run: Run) -> None:
-    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (tracker,) = make_trackers(None, True, run)
-    tracker.log(3, {"reward/mean": 0.5, "bad": float("nan"), "text": "x"})
-    tracker.close()
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["reward/mean"]
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(3, 0.5)]
-
-
-@pytest.mark.slow
-def test_wandb_offline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    (tracker,) = make_trackers("project", False, run)
-    tracker.log(1, {"reward/mean": 0.5})
-    tracker.close()
-    assert list((run.path / "wandb").glob("offline-run-*/*.wandb"))

@@ -19,7 +19,8 @@ import pytest
 
 import assay
 from assay.runs import Run, checkpoints, write_rollouts
-from assay.runs.directory import describe_environment, list_runs, memory_gib, version_of
+from assay.runs.directory import list_runs
+from assay.runs.environment import describe_environment, memory_gib, version_of
 from assay.runs.rollouts import rollout_steps
 from assay.types import UserError
 
@@ -227,7 +228,7 @@ def test_one_writer_at_a_time_and_the_lock_is_released_on_death(tmp_path: Path) 
 
 
 def test_reading_runs_and_the_api_need_neither_torch_nor_matplotlib_until_they_are_used() -> None:
-    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export, assay.api"
+    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export, assay.api.session"
     script = f"import sys, {modules}; assert not {{'torch', 'matplotlib', 'wandb'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 

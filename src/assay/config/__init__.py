@@ -10,6 +10,7 @@ from assay.config.sections import (
     HttpConfig,
     InferenceServerConfig,
     JudgeConfig,
+    LogConfig,
     LoopConfig,
     MeasureConfig,
     ModelConfig,

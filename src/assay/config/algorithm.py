@@ -38,12 +38,12 @@ Function = Annotated[str | Callable[..., Any], PlainValidator(name_or_function),
 
 class RecipeConfig(Section):
     recipe: str = "grpo"
-    """named set of algorithm settings: see docs/algorithms.md"""
+    """named set of algorithm settings: see docs/reference/algorithms.md"""
 
 
 class CreditConfig(Section):
     advantage: Function = "group_norm"
-    """how rewards become advantages, or your own as file.py:function: see docs/algorithms.md"""
+    """how rewards become advantages, or your own as file.py:function: see docs/reference/algorithms.md"""
     greedy_baseline: bool = False
     """sample one more answer per prompt greedily and subtract its reward from the others'; it is not trained on"""
     critic: bool = False
@@ -63,7 +63,7 @@ class RewardKLConfig(Section):
 
 class PolicyGradientConfig(Section):
     policy_loss: Function = "ppo_clip"
-    """policy-gradient loss of a token, or your own as file.py:function: see docs/algorithms.md"""
+    """policy-gradient loss of a token, or your own as file.py:function: see docs/reference/algorithms.md"""
     ratio: Literal["token", "sequence"] = "token"
     """policy / sampler probability ratio: of each token, or of the whole answer (geometric mean of its tokens)"""
     clip_low: Bound = 0.2
@@ -131,8 +131,10 @@ class EntropyConfig(Section):
 class ZeroVarianceConfig(Section):
     drop_zero_variance: bool = False
     """leave out groups in which all rewards are equal"""
+    filter: Function = ""
+    """your own filter as file.py:function: f(group) -> whether the group is trained on"""
     resample: Count = 0
-    """rounds of new prompts sampled to replace such groups"""
+    """rounds of new prompts sampled to replace groups that are left out"""
 
 
 class PassRateConfig(Section):
@@ -162,7 +164,7 @@ class MinibatchConfig(Section):
 
 class TermsConfig(Section):
     terms: Annotated[list[str], Resource.CODE] = Field(default_factory=list)
-    """your own loss terms, by path, e.g. ["my_terms.py:MyTerm"]: see docs/extending.md"""
+    """your own loss terms, by path, e.g. ["my_terms.py:MyTerm"]: see docs/guides/own-algorithm.md"""
     term_args: Annotated[dict[str, Table], Resource.CODE] = Field(default_factory=dict)
     """settings of your own loss terms, by class name, e.g. algo.term_args.MyTerm.coef = 0.1"""
 

@@ -438,9 +438,15 @@ class LogConfig(Section):
     """Metric trackers in addition to the run directory."""
 
     wandb: Host = ""
-    """Weights & Biases project; empty: off"""
+    """Weights & Biases project, or ENTITY/PROJECT; empty: off"""
+    trackio: str = ""
+    """Trackio project; empty: off"""
+    mlflow: Host = ""
+    """MLflow tracking URI, e.g. http://localhost:5000 or sqlite:///mlflow.db; empty: off"""
     tensorboard: bool = False
     """write TensorBoard files into the run directory"""
+    rollouts: Count = 0
+    """rollouts of each step that the trackers get as a table: prompt, completion, answer, reward, status"""
 
 
 class ParallelConfig(Section):

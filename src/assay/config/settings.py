@@ -11,6 +11,7 @@ import json
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
@@ -113,7 +114,23 @@ RENAMED = {  # former names of settings
 }
 
 
-def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapping[str, Any]) -> Settings:
+@dataclass(frozen=True)
+class Caller:
+    """How messages speak of the overrides of settings."""
+
+    where: str
+    option: str  # how the user writes the setting {}
+
+    def spelt(self, key: str) -> str:
+        return self.option.format(key)
+
+
+COMMAND_LINE, PYTHON = Caller("on the command line", "--{}"), Caller("in the arguments", "'{}'")
+
+
+def load_settings(
+    kind: type[Settings], file: str | Path | None, overrides: Mapping[str, Any], caller: Caller = COMMAND_LINE
+) -> Settings:
     """Settings of one kind from an optional TOML file and dotted overrides such as {"optim.lr": 1e-4}."""
     tree = read_toml(Path(file)) if file is not None else {}
     fields = dict(keys(kind))
@@ -121,23 +138,25 @@ def load_settings(kind: type[Settings], file: str | Path | None, overrides: Mapp
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         if value is True and key in fields and not is_flag(fields[key].annotation):
             names = literals(fields[key].annotation)
-            raise UserError(f"--{key} needs a value" + f": one of {', '.join(names)}" * bool(names))
-        set_dotted(tree, key, deepcopy(value), kind)  # later keys change its tables
-    reset_alternatives(tree, overrides, kind)
+            raise UserError(f"{caller.spelt(key)} needs a value" + f": one of {', '.join(names)}" * bool(names))
+        set_dotted(tree, key, deepcopy(value), kind, caller)  # later keys change its tables
+    reset_alternatives(tree, overrides, kind, caller)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error, kind, str(file or ""), overrides)) from None
+        raise UserError(explain(error, kind, str(file or ""), overrides, caller)) from None
 
 
-def reset_alternatives(tree: dict[str, Any], overrides: Mapping[str, Any], kind: type[BaseModel]) -> None:
+def reset_alternatives(
+    tree: dict[str, Any], overrides: Mapping[str, Any], kind: type[BaseModel], caller: Caller = COMMAND_LINE
+) -> None:
     """Remove settings of the file that an alternative on the command line replaces: --train.steps, train.epochs."""
     for name in kind.model_fields:
         section = section_at(kind, [name])
         keys = [key for key in getattr(section, "alternatives", ()) if f"{name}.{key}" in overrides]
         in_effect = [key for key in keys if overrides[f"{name}.{key}"]]
         if len(in_effect) > 1:
-            first, second = (f"--{name}.{key}" for key in in_effect[:2])
+            first, second = (caller.spelt(f"{name}.{key}") for key in in_effect[:2])
             raise UserError(f"{first} and {second} exclude each other: give one of them")
         if keys and section is not None:
             for other in set(getattr(section, "alternatives", ())) - set(keys):
@@ -188,7 +207,9 @@ def literal(text: str) -> Any:
         return text
 
 
-def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]) -> None:
+def set_dotted(
+    tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel], caller: Caller = COMMAND_LINE
+) -> None:
     *parents, last = key.split(".")
     table = tree
     for i, name in enumerate(parents):
@@ -196,7 +217,8 @@ def set_dotted(tree: dict[str, Any], key: str, value: Any, kind: type[BaseModel]
         if isinstance(below, str):  # a short form such as model = "PATH" in the file
             below = short_form(kind, parents[: i + 1], below)
         if not isinstance(below, dict):
-            raise UserError(f"--{key}: '{'.'.join(parents[: i + 1])}' is a value and has no keys of its own")
+            parent = ".".join(parents[: i + 1])
+            raise UserError(f"{caller.spelt(key)}: '{parent}' is a value and has no keys of its own")
         table[name] = below
         table = below
     old = table.get(last)
@@ -231,11 +253,17 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from keys(section, f"{prefix}{name}.")
 
 
-def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides: Mapping[str, Any]) -> str:
+def explain(
+    error: ValidationError,
+    kind: type[BaseModel],
+    file: str,
+    overrides: Mapping[str, Any],
+    caller: Caller = COMMAND_LINE,
+) -> str:
     former = [key for entry in error.errors() if (key := ".".join(map(str, entry["loc"]))) in RENAMED]
     if former:
         names = ", ".join(f"'{key}' is now '{RENAMED[key]}'" for key in former)
-        return f"renamed settings {source_of(former[0], file, overrides)}: {names}"
+        return f"renamed settings {source_of(former[0], file, overrides, caller)}: {names}"
     # An engine that cannot train first: its section is then unknown, too. Then misspelt keys.
     urgent = ["cannot_train", "extra_forbidden"]
     problems = sorted(error.errors(), key=lambda entry: urgent.index(entry["type"]) if entry["type"] in urgent else 2)
@@ -244,7 +272,7 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
     while path and path[0].startswith("function-"):
         path = path[1:]
     key = ".".join(path)
-    where = source_of(key, file, overrides)
+    where = source_of(key, file, overrides, caller)
     if first["type"] == "extra_forbidden":
         text = unknown_key(key, first["input"], kind, where)
     else:
@@ -255,9 +283,9 @@ def explain(error: ValidationError, kind: type[BaseModel], file: str, overrides:
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
 
 
-def source_of(key: str, file: str, overrides: Mapping[str, Any]) -> str:
+def source_of(key: str, file: str, overrides: Mapping[str, Any], caller: Caller) -> str:
     given = any(f"{key}.".startswith(f"{o}.") or f"{o}.".startswith(f"{key}.") for o in overrides)
-    return "on the command line" if given else f"in {file}" if file else "in the settings"
+    return caller.where if given else f"in {file}" if file else "in the settings"
 
 
 def unknown_key(key: str, value: Any, kind: type[BaseModel], where: str) -> str:

@@ -379,7 +379,7 @@ def check_served(served: ServedModel, url: str, max_length: int, dtype: torch.dt
     if tied and not served.has_extension and served.setting("device_config", "device") == "cpu":
         raise UserError(
             f"the vLLM server {url} runs on a CPU, where vLLM does not reload a tied head: restart it with "
-            f"--worker-extension-cls {EXTENSION}, as docs/engines.md describes"
+            f"--worker-extension-cls {EXTENSION}, as docs/guides/vllm-sglang.md describes"
         )
     if served.max_length < max_length:
         raise UserError(

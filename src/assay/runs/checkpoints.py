@@ -87,8 +87,14 @@ def steps(run_path: Path) -> list[int]:
 
 def all_steps(run_path: Path) -> list[int]:
     """Steps with a checkpoint folder, complete or damaged, in order."""
-    matches = [_STEP_NAME.fullmatch(path.name) for path in (run_path / "checkpoints").glob("step-*")]
-    return sorted(int(match[1]) for match in matches if match)
+    paths = (run_path / "checkpoints").glob("step-*")
+    return sorted(step_of(path) for path in paths if _STEP_NAME.fullmatch(path.name))
+
+
+def step_of(checkpoint: Path) -> int:
+    match = _STEP_NAME.fullmatch(checkpoint.name)
+    assert match, f"{checkpoint} is not named after a step"
+    return int(match[1])
 
 
 def last(run_path: Path) -> int | None:

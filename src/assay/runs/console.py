@@ -245,6 +245,10 @@ class Console:
         self._clock = [*self._clock, (step, now)][-_WINDOW - 1 :]
         facts = "  ".join(self._facts(step, metrics))
         evaluated = any(finite(metrics, f"{label}/accuracy") is not None for label in ("eval", "before", "after"))
+        self._show_step(step, facts, evaluated)
+
+    def _show_step(self, step: int, facts: str, evaluated: bool) -> None:
+        now = self._now()
         if self._run_row is not None:
             self._display.update(self._run_row, completed=step, facts=escape(facts))
         elif evaluated or step == self._total or now - self._last_step_at >= INTERVAL:
@@ -272,8 +276,13 @@ class Console:
             return
         if operation is None or operation.what != what:
             operation = self._begin(what)
-        now = self._now()
-        operation.first = operation.first or (done, tokens, now)
+        operation.first = operation.first or (done, tokens, self._now())
+        self._show_operation(operation, done, total, unit, tokens, most_tokens)
+
+    def _show_operation(
+        self, operation: Operation, done: int, total: int, unit: str, tokens: int, most_tokens: int
+    ) -> None:
+        now, what = self._now(), operation.what
         if self._live and now - operation.updated >= _REFRESH:
             if operation.row is None:
                 operation.row = self._add_row(one_line(what), total=None, delayed=True)
@@ -387,9 +396,9 @@ def is_main() -> bool:
     return not is_distributed() or os.environ.get("RANK", "0") == "0"
 
 
-def make_console() -> Console:
+def make_console(quiet: bool = False) -> Console:
     """A console that prints on rank 0 only."""
-    return Console() if is_main() else Console(null_stream())
+    return Console(quiet=quiet) if is_main() else Console(null_stream())
 
 
 def asker() -> Callable[[str], bool] | None:

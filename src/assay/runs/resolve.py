@@ -11,10 +11,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
-from assay.config import TrainConfig
+from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import keys, load_settings, toml_value
 from assay.runs import checkpoints
-from assay.runs.directory import access_problem, is_run, list_runs
+from assay.runs.directory import Run, access_problem, is_run, list_runs
 from assay.types import UserError, hide_credentials, unknown_name
 
 PREFIX = "run:"
@@ -160,6 +160,22 @@ def check_fixed(before: TrainConfig, after: TrainConfig, name: str) -> None:
     for key, change in describe_changes(before, after).items():
         if key.startswith(SECTIONS) or key in FIXED:
             raise UserError(f"run {name} was started with another {key} ({change}): start a new run to change it")
+
+
+def is_complete(path: Path, before: LoopConfig, now: LoopConfig) -> bool:
+    """Whether a run is finished and has no more steps to train. False if its last checkpoint is damaged: resuming
+    repeats its steps.
+
+    `before`, `now`: its settings as they were, and as they are now.
+    """
+    run = Run.open(path)
+    summary = run.read_summary()
+    if not summary or run.state != "finished" or checkpoints.last_intact(path) != (summary.get("steps"), []):
+        return False
+    if now.epochs and not now.budget:  # whether there are more steps depends on the number of problems
+        return now == before
+    done = summary.get("answers" if now.budget else "steps", 0)
+    return bool(done >= (now.budget or now.steps))
 
 
 def run_settings(run_path: Path) -> TrainConfig:

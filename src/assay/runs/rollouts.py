@@ -120,7 +120,7 @@ def read_lines(run_path: Path, step: int, kind: Kind = "train", split: str = "")
 
 
 def read_arrays(run_path: Path, step: int, kind: Kind = "train") -> dict[str, np.ndarray]:
-    """The arrays of a step by name: see docs/runs.md."""
+    """The arrays of a step by name: see docs/reference/run-folder.md."""
     path = rollout_path(run_path, step, kind).with_suffix(".npz")
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -37,13 +37,16 @@ from assay.config.settings import keys
 from assay.mesh import Mesh, init_mesh, local_tensor
 from assay.models import Decoder, HFModel, PolicyModel, pick_device
 from assay.models.base import digests, fingerprint
-from assay.runs.directory import version_of
+from assay.runs.environment import version_of
 from assay.types import Prompt, UserError
 
 if TYPE_CHECKING:  # the process of `SubprocessUpdater` imports less without it
     from assay.text import Renderer
 
-MAY_DIFFER = ("name", "runs_dir", "reward.workers", "log.wandb", "log.tensorboard")  # used by rank 0 or one host only
+MAY_DIFFER = (  # used by rank 0 or one host only
+    *("name", "runs_dir", "reward.workers"),
+    *("log.wandb", "log.trackio", "log.mlflow", "log.tensorboard", "log.rollouts"),
+)
 # Hosts may have their own copies of these files: their contents are compared as prompts and tokens.
 PATHS = ("model.tokenizer", "task.path", "env.path", "prompt.system_file", "prompt.few_shot_file")
 PACKAGES = ("transformers", "tokenizers", "safetensors", "math-verify")

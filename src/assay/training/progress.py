@@ -99,6 +99,7 @@ class Stopping:
     def __init__(self, grace_s: float, mesh: Mesh | None = None) -> None:
         self.grace_s, self.mesh = grace_s, mesh or Mesh()
         self.signum: int | None = None
+        self.by_program = False  # whether a callback has asked for it, not a signal
         self._requested_at = 0.0
         self._interruptible = False
         self._watched: tuple[signal.Signals, ...] = ()
@@ -119,6 +120,11 @@ class Stopping:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+
+    def request(self) -> None:
+        """Ask the run to stop after its current step, as a signal does."""
+        if self.signum is None:
+            self.signum, self.by_program, self._requested_at = signal.SIGINT, True, time.monotonic()
 
     def check(self) -> None:
         """Raise `Stopped` if any rank was asked to stop. Called between two steps, on all ranks."""

@@ -28,9 +28,9 @@ from assay.models.device import gpu_memory_use
 from assay.rollout import Collector, sampling_params
 from assay.runs import Run, checkpoints, rollouts
 from assay.runs.console import Console
-from assay.runs.curves import Tracker, make_trackers
 from assay.runs.directory import RunFiles, read_metrics
 from assay.runs.resolve import MODEL
+from assay.runs.trackers import Trackers
 from assay.system.memory import host_memory_use
 from assay.training.learner.update import Fault, dump_batch
 from assay.training.progress import RunState
@@ -51,7 +51,7 @@ class Recorder:
     mesh: Mesh
     judge_warnings: dict[str, Callable[[], str]]  # by metric: shown once, when judging fails or times out
     started: float  # `time.perf_counter` at the start of the run, minus the seconds of earlier sessions
-    trackers: list[Tracker] = field(default_factory=list)
+    trackers: Trackers = field(default_factory=Trackers)
     step_started: float = field(default_factory=time.perf_counter)
     curves_due: float = field(default_factory=lambda: time.perf_counter() + CURVES_PAUSE_S)  # at the next evaluation
     history: list[Mapping[str, Any]] = field(default_factory=list)  # metrics of the steps that `diagnose` needs
@@ -65,7 +65,7 @@ class Recorder:
         """Record the number of threads, and open the trackers: when the run directory exists."""
         if self.mesh.is_main:
             self.directory.record_threads(torch.get_num_threads())
-            self.trackers = make_trackers(self.cfg.log.wandb or None, self.cfg.log.tensorboard, self.directory)
+            self.trackers = Trackers.start(self.cfg.log, self.directory, self.console.warn)
 
     def log(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Write one line of metrics.jsonl, and the same metrics to console and trackers."""
@@ -76,8 +76,7 @@ class Recorder:
         self.console.step(state.step, metrics)
         for name in [name for name in self.judge_warnings if metrics.get(name)]:
             self.console.warn(self.judge_warnings.pop(name)())
-        for tracker in self.trackers:
-            tracker.log(state.step, metrics)
+        self.trackers.log(state.step, metrics)
         if self.mesh.is_main and "reward/mean" in metrics:
             self._warn_if_it_cannot_learn(state.step, metrics)
 
@@ -113,10 +112,10 @@ class Recorder:
         if self.mesh.is_main:
             self.directory.log(0, {"sft/step": step, **metrics})
         self.console.step(step, metrics)
-        for tracker in self.trackers:
-            tracker.log(step, metrics)  # metrics of the warm start have names of their own: steps do not collide
+        self.trackers.log(step, metrics)  # metrics of the warm start have names of their own: steps do not collide
 
     def write_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        self.trackers.log_rollouts(step, groups)
         count = self.cfg.save.rollouts
         if count and self.mesh.is_main:
             rollouts.write_rollouts(self.path, step, groups)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from assay.checks import as_facts
@@ -20,6 +21,7 @@ from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
 from assay.text import Tokenizer
 from assay.training import checkpoint
+from assay.training.callbacks import Callback, notify
 from assay.training.learner.learner import Learner, WarmStart, freeze_reference
 from assay.training.learner.update import NonFiniteError, check_faults, check_finite, not_finite
 from assay.training.progress import RunState, Schedule, Stopped, Stopping
@@ -61,10 +63,16 @@ class TrainingRun:
     warm_start: WarmStart | None = None  # while it is not finished
     state: RunState = field(default_factory=RunState)
     resumed: bool = False  # whether the warm start and the first evaluation are done already
+    callbacks: Sequence[Callback] = ()
 
     @property
     def mesh(self) -> Mesh:
         return self.learner.mesh
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.directory.path
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -76,6 +84,7 @@ class TrainingRun:
         with (
             self.directory,
             self._status(),
+            self.recorder.trackers,
             self._explaining_nonfinite(),
             self.collector,
             closing(self.source),
@@ -88,9 +97,11 @@ class TrainingRun:
                 if not stopped.at_once:
                     self._save_unsaved()
                     self._draw_curves()
+                    self._notify("on_stop", {})
                 raise
             except Exception:
                 self._draw_curves()
+                self._notify("on_stop", {})
                 raise
 
     @contextmanager
@@ -149,6 +160,14 @@ class TrainingRun:
     def done(self) -> bool:
         return self.schedule.done(self.state)
 
+    def request_stop(self) -> None:
+        """End the run after the current step, with a checkpoint."""
+        self.stopping.request()
+
+    def _notify(self, hook: str, *args: Any) -> None:
+        if self.mesh.is_main:
+            notify(self.callbacks, hook, self, *args)
+
     def sample(self) -> SampledGroups:
         """The groups of the next step, judged and filtered."""
         return self._recovering(lambda: self.source.next(self.state))
@@ -206,8 +225,7 @@ class TrainingRun:
         self.directory.write_summary(summary)
         self._draw_curves()
         self.directory.write_status("finished", self.schedule.total_steps)
-        for tracker in recorder.trackers:
-            tracker.close()
+        self._notify("on_stop", summary)
         return summary
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -238,6 +256,7 @@ class TrainingRun:
                 checkpoints.set_best(path, **state.best)
             checkpoints.prune(path, self.cfg.save.keep)
         show(1, 1)
+        self._notify("on_checkpoint", state.step, checkpoints.folder(path, state.step))
 
     def state_dict(self) -> dict[str, Any]:
         """The content of `state.json`: everything in a checkpoint except tensors and the replay buffer."""
@@ -318,6 +337,9 @@ class TrainingRun:
             metrics = metrics | self._measure("eval")
         state.unmeasured = None
         recorder.log(state, metrics | {"time/step": time.perf_counter() - recorder.step_started})
+        self._notify("on_step", state.step, metrics)
+        if "eval/accuracy" in metrics:
+            self._notify("on_evaluation", state.step, metrics)
         check_faults(self.learner.updater.faults, state.skipped, self.cfg.train.max_skipped, self.directory.path)
         if self.schedule.due(self.cfg.save.every, state) or (self.cfg.save.best and recorder.is_best(metrics)):
             self.save(metrics)
@@ -376,7 +398,9 @@ class TrainingRun:
         return True
 
     def _measure_and_log(self, label: str) -> None:
-        self.recorder.log(self.state, self._measure(label))
+        metrics = self._measure(label)
+        self.recorder.log(self.state, metrics)
+        self._notify("on_evaluation", self.state.step, metrics)
         if label != "after":  # `finish` draws
             self._draw_curves(if_due=True)
 
