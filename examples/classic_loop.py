@@ -1,7 +1,6 @@
 """The classic RL loop: start, get_action, step, one action at a time. Takes 30 s: python examples/classic_loop.py"""
 
-from assay.api import Trainer
-from assay.types import Group
+from assay import Group, Trainer
 
 SETTINGS = {
     "model": "preset:nano",  # 0.25M parameters, newly initialized
@@ -31,7 +30,7 @@ class Classic(Trainer):
                     self.reward(action, total)
                 groups += [Group(action.prompt, [action]) for action, _ in taken]
             self.credit(groups)
-            self.record(groups, self.learn(groups))
+            self.record(groups, self.update(groups))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ python examples/math_loop.py [--model FOLDER --task.path FOLDER --replay.load ru
 import sys
 from dataclasses import replace
 
-from assay.api import Policy, Trainer
+from assay import Group, Policy, Trainer
 from assay.config.settings import parse_overrides
-from assay.types import Group, Message
+from assay.types import Message
 
 SHOTS = [("What is the sum of $3$ and $4$?", "3+4=<<3+4=7>>7\nThe answer is \\boxed{7}.")]
 
@@ -41,7 +41,7 @@ class StableReinforce(Trainer):
             self.credit(groups)
             replayed = self.buffer.sample(cfg.replay.groups, version=self.step, seed=self.seed)
             self.buffer.add(groups)
-            self.record(groups, self.learn(groups + replayed))
+            self.record(groups, self.update(groups + replayed))
             self.buffer.save("runs/math_buffer")
 
 

@@ -247,6 +247,16 @@ def test_empty_micro_batch_adds_nothing_and_has_all_keys() -> None:
     assert not gradient.any()
 
 
+def test_an_own_filter_decides_which_groups_are_trained_on() -> None:
+    groups = [make_group("a", [(0, 5), (1, 5)]), make_group("b", [(1, 5)] * 2), make_group("c", [(0, 5)] * 2)]
+    algorithm = make_algorithm("grpo", filter=lambda group: max(group.rewards) > 0)
+    assert [group.rewards for group in algorithm.keep(groups)[0]] == [[0.0, 1.0], [1.0, 1.0]]
+    both = make_algorithm("grpo", filter=lambda group: max(group.rewards) > 0, drop_zero_variance=True, resample=2)
+    assert [group.rewards for group in both.keep(groups)[0]] == [[0.0, 1.0]]
+    with pytest.raises(UserError, match="the filter failed"):
+        make_algorithm("grpo", filter=lambda group: 1 / 0).keep(groups)
+
+
 def test_dapo_drops_zero_variance_groups_and_penalises_length() -> None:
     dapo = make_algorithm("dapo", max_new_tokens=10)
     groups = [make_group("mixed", [(1, 9), (0, 5)]), make_group("solved", [(1, 10), (1, 2)])]

@@ -15,11 +15,11 @@ import pytest
 from small_run import SmallRuns
 from stub_endpoint import stub_endpoint
 
-from assay.api import Trainer
+from assay import Trainer
 from assay.build import trust
+from assay.build.scoring import ScoreConfig
 from assay.cli.chat import ChatConfig
 from assay.cli.main import main
-from assay.cli.score import ScoreConfig
 from assay.config import ServeConfig, TrainConfig
 from assay.config.settings import Resource, keys, load_settings, resource_of, to_toml
 from assay.rewards.functions import _function
@@ -248,6 +248,7 @@ NAMES_NOTHING = {  # settings with a text that is only a text, or a name in the 
     *("judge.extra", "judge.rubric", "judge.questions", "judge.device", "openai.extra", "reference.extra"),
     *("sampling.stop", "eval.stop"),
     *("algo.recipe", "algo.aggregate", "vllm.devices", "vllm.model", "sglang.devices", "server.devices", "http.name"),
+    "log.trackio",
 }
 
 

@@ -168,8 +168,9 @@ def test_lone_surrogates_and_nested_fields_are_preserved(function: Callable[[str
 def test_invalid_pool_settings_and_judges_are_user_errors(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         JudgePool(MathJudge(), **settings)
+    lock = threading.Lock()
     with pytest.raises(UserError, match="worker processes"):
-        JudgePool(lambda completion, answer, fields: Verdict(1.0, Status.OK), workers=1)  # cannot be pickled
+        JudgePool(lambda completion, answer, fields: Verdict(float(lock.locked()), Status.OK), workers=1)
 
 
 def test_judge_that_cannot_be_loaded_in_the_worker_is_a_user_error(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from assay.algos.component import (
     call_user_code,
     check_order,
     checked_output,
+    find_function,
     own_terms,
     require_name,
     sums_of,
@@ -75,7 +76,14 @@ class OverlongFilter(Component[OverlongConfig]):
 
 
 class ZeroVarianceFilter(Component[AlgoConfig]):
-    """Drops groups whose rewards are all equal; they have no gradient under a group baseline. May resample."""
+    """Drops groups whose rewards are all equal; they have no gradient under a group baseline. May resample.
+
+    Also drops groups that the user's own filter does not keep.
+    """
+
+    def __init__(self, settings: AlgoConfig, load: Loader) -> None:
+        super().__init__(settings)
+        self.own_filter = find_function("filter", settings.filter, {}, load) if settings.filter else None
 
     @property
     def rounds(self) -> int:
@@ -84,7 +92,7 @@ class ZeroVarianceFilter(Component[AlgoConfig]):
 
     def check(self) -> None:
         resample = self.settings.resample
-        if resample > 0 and not self.settings.drop_zero_variance:
+        if resample > 0 and not (self.settings.drop_zero_variance or self.own_filter):
             raise UserError(
                 f"resample = {resample} replaces dropped groups: set resample = 0, or drop_zero_variance = true."
             )
@@ -105,8 +113,12 @@ class ZeroVarianceFilter(Component[AlgoConfig]):
         kept: list[Group] = []
         dropped: list[Group] = []
         for group in groups:
-            (dropped if self.settings.drop_zero_variance and self.matches(group) else kept).append(group)
+            equal = self.settings.drop_zero_variance and self.matches(group)
+            (dropped if equal or not self._keeps(group) else kept).append(group)
         return kept, dropped
+
+    def _keeps(self, group: Group) -> bool:
+        return self.own_filter is None or bool(call_user_code("the filter", self.own_filter, group))
 
 
 class PassRateFilter(Component[PassRateConfig]):
@@ -181,7 +193,7 @@ class Algorithm:
         self.limits, self.load = limits or LengthLimits(), load
         require_name("aggregate", settings.aggregate, AGGREGATES)
         self.overlong = OverlongFilter(settings)
-        self.zero_variance = ZeroVarianceFilter(settings)
+        self.zero_variance = ZeroVarianceFilter(settings, load)
         self.pass_rates = PassRateFilter(settings)
         self.reward_kl = RewardKL(settings)
         self.credit_rule: CreditRule = (

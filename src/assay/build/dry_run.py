@@ -131,8 +131,8 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
     return Diagnosis(
         "memory_full",
         f"the run needs at least {total / GIB:.1f} GiB ({listed}), and {free / GIB:.1f} GiB are free on {device}",
-        f"use a smaller model, LoRA ({now(config, 'lora.rank')}), more devices (docs/scaling.md), or end other "
-        "processes that use the memory",
+        f"use a smaller model, LoRA ({now(config, 'lora.rank')}), more devices (docs/guides/many-processes.md), "
+        "or end other processes that use the memory",
     )
 
 

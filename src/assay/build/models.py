@@ -273,7 +273,7 @@ def custom_backend(path: str) -> Callable[..., Engine]:
             raise UserError(f"{path} failed to make an engine: {describe_error(error)}") from error
         names = [name for name in ("info", *vars(BaseEngine), *vars(Engine)) if not name.startswith("_")]
         if missing := [name for name in names if not hasattr(engine, name)]:
-            advice = "derive its class from assay.engine.Engine (docs/extending.md)"
+            advice = "derive its class from assay.engine.Engine (docs/reference/backends.md)"
             raise UserError(f"{path} returned no engine: it lacks {', '.join(missing)}; {advice}")
         return engine
 

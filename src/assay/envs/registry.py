@@ -74,7 +74,7 @@ def make_env(name: str, path: str | None = None, task: Task | None = None, **arg
     if isinstance(env, Env):
         return check_attributes(env)
     if not (hasattr(env, "reset") and hasattr(env, "step")):
-        raise UserError(f"{name} is not an environment: it must define reset and step, see docs/environments.md")
+        raise UserError(f"{name} is not an environment: it must define reset and step, see docs/guides/environments.md")
     make = partial(call_user, factory, name, args, **fixed)
     return check_attributes(FromGymnasium(make, getattr(env, "name", name), env))
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Literal
 
-from assay.rewards.importing import load_object, normalized, split_path
+from assay.rewards.importing import load_object, normalized, register, registered, split_path
 from assay.system.awaiting import attempt, is_async, then
 from assay.types import MAX_REWARD, Status, UserError, Verdict, describe_user_error, is_valid_reward, plural
 
@@ -68,6 +68,16 @@ class FunctionJudge:
         object.__setattr__(self, "path", normalized(self.path))  # valid in every working directory
         self.prepare()  # reports a wrong signature now, not once per completion
 
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> FunctionJudge:
+        """Judge with a function of this program."""
+        return cls(register_function(function))
+
+    def __reduce__(self) -> Any:
+        """To a worker process, a function of this program is sent by value."""
+        function = registered(self.path)
+        return (FunctionJudge, (self.path,)) if function is None else (FunctionJudge.of, (function,))
+
     def prepare(self) -> None:
         _function(self.path)
 
@@ -109,6 +119,21 @@ class FunctionJudge:
             return then(rewards, lambda rewards: [_verdict_or_error(reward) for reward in rewards])
 
         return attempt(call, lambda error: [_error_verdict(error) for _ in completions], Exception)
+
+
+def register_function(function: Any) -> str:
+    """Return a path for a function, or other code, of this program."""
+    path = register(function)
+    _function.cache_clear()  # another function may have had this path: a closure with another object in it
+    return path
+
+
+def judge_at(path: str) -> Any:
+    """The judge that a setting names: an object with the interface of `Judge`, or a function, which becomes one."""
+    value = registered(path)
+    parameters = [] if value is None or inspect.isroutine(value) else list(inspect.signature(value).parameters.values())
+    is_judge = len(parameters) == 3 and parameters[2].name == "fields" and parameters[2].kind in _POSITIONAL
+    return value if is_judge or hasattr(value, "judge_group") else FunctionJudge(path)
 
 
 def _error_verdict(error: BaseException) -> Verdict:

@@ -4,13 +4,16 @@ and by a model, whose rewards are added by weight."""
 from __future__ import annotations
 
 import os
-import pickle
 import re
+import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal, Self
+
+import cloudpickle
 
 from assay.rewards.code import CodeJudge
 from assay.rewards.functions import FunctionJudge
@@ -111,6 +114,7 @@ class JudgePool(Judging):
                 f"at least {least:g} s, not {timeout_s:g}: raise reward.timeout_s (assay score: --timeout)"
             )
         self._judge = judge
+        self._timeout_s = timeout_s
         self._closed = False
         self._pool: WorkerPool[list[Verdict]] | None = None
         if workers:
@@ -134,7 +138,7 @@ class JudgePool(Judging):
         if not groups:
             return []
         if self._pool is None:
-            return resolve(together([judge_group_safely(self._judge, *group) for group in groups]))
+            return self._judge_here(groups)
         try:
             arguments = [(list(texts), answer, dict(fields)) for texts, answer, fields in groups]
             results = self._pool.map(arguments, report and (lambda done: report(done, len(groups))))
@@ -143,6 +147,18 @@ class JudgePool(Judging):
         if report is not None:
             report(len(groups), len(groups))
         return [self._verdicts(result, len(group[0])) for result, group in zip(results, groups, strict=True)]
+
+    def _judge_here(self, groups: Sequence[GroupItem]) -> list[list[Verdict]]:
+        """Judge in this process, where nothing can end a judge that takes too long: there is a warning instead."""
+        text = f"judging takes longer than {self._timeout_s:g} s per answer; in this process, nothing can end it"
+        limit_s = self._timeout_s * sum(len(texts) for texts, *_ in groups)
+        timer = threading.Timer(limit_s, warnings.warn, [f"{text}: make the reward function faster"])
+        timer.daemon = True
+        timer.start()
+        try:
+            return resolve(together([judge_group_safely(self._judge, *group) for group in groups]))
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         """End the workers. Calls of `judge` that still wait in other threads fail."""
@@ -233,17 +249,22 @@ def _worker_settings(
     unset = [name for name in pass_env if name not in os.environ]
     if unset:
         raise UserError(f"reward.pass_env names {unset[0]}, which is not set: set it, or remove it from pass_env")
-    try:
-        function = pickle.dumps(JudgeInWorker(judge))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"this judge cannot be sent to worker processes: {describe_error(error)}; "
-            "make it a dataclass at the top level of a module, or name a function by its path"
-        ) from None
+    function = serialized(judge)
     level = level_for(judge, sandbox)
     return WorkerSettings(
         function, timeout_s, memory_gb, level, is_user_code(judge), environment(level, pass_env), judges_async(judge)
     )
+
+
+def serialized(judge: Judge) -> bytes:
+    """The judge as it is sent to workers. Code that they cannot import, such as that of a notebook, goes by value."""
+    try:
+        return cloudpickle.dumps(JudgeInWorker(judge))
+    except Exception as error:  # `__reduce__` of users' objects may raise anything
+        raise UserError(
+            f"this judge cannot be sent to worker processes ({describe_error(error)}): set reward.workers = 0 to judge "
+            "in this process, without isolation"
+        ) from None
 
 
 def level_for(judge: Any, sandbox: Sandbox) -> Level:

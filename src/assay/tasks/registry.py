@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from assay.config import JudgeConfig, RewardConfig
-from assay.rewards import FunctionJudge, Judge, JudgePanel, JudgePool, Judging, RewardMix, load_object
+from assay.rewards import Judge, JudgePanel, JudgePool, Judging, RewardMix, load_object
+from assay.rewards.functions import judge_at
 from assay.rewards.judge import JudgeByTask
 from assay.tasks.abacus import Abacus
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, stable_hash, user_errors
@@ -256,9 +257,9 @@ def call(function: Callable[..., Any], owner: str, args: Mapping[str, Any], **fi
 def call_user(factory: Callable[..., Any], owner: str, args: Mapping[str, Any], **fixed: Any) -> Any:
     """Call a user's class or function: missing methods and exceptions are a UserError that names it."""
     if missing := getattr(factory, "__abstractmethods__", None):
-        page = "environments" if hasattr(factory, "step") else "tasks"
+        page = "environments" if hasattr(factory, "step") else "data"
         methods = ", ".join(f"{name}()" for name in sorted(missing))
-        raise UserError(f"{owner} must define {methods}, see docs/{page}.md")
+        raise UserError(f"{owner} must define {methods}, see docs/guides/{page}.md")
     with user_errors(f"{owner} could not be created"):
         return call(factory, owner, args, **fixed)
 
@@ -328,7 +329,7 @@ def build_judge(cfg: RewardConfig, task: Task | None, shaped: bool = True) -> Ju
 
     def judge_of(path: str) -> Judge:
         if path != TASK_JUDGE:
-            return FunctionJudge(path)
+            return judge_at(path)
         assert task is not None
         return task.judge(cfg.extract or None, cfg.strict)
 

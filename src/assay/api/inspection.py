@@ -1,0 +1,178 @@
+"""Why a run does not learn, and what is different between runs: `assay.doctor` and `assay.compare`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, overload
+
+from assay.api import html
+from assay.api.arguments import overrides_of, settings_of
+from assay.checks import Diagnosis
+from assay.checks.diagnosis import diagnose_files
+from assay.config import TrainConfig
+from assay.runs import Run
+from assay.runs.console import aligned
+from assay.runs.directory import RunFiles
+from assay.runs.files import to_json
+from assay.runs.resolve import PREFIX, find_run, split_tag
+from assay.types import UserError, plural
+from assay.web.comparison import RunComparison
+from assay.web.folder import find_folder
+
+MAX_PROBLEMS = 10  # files that are named; the others are counted
+LABELS = {"error": "ERROR", "warning": "WARNING", "note": "NOTE"}
+WIDTH = 100  # characters of a line of `repr`
+
+
+class Findings(Sequence[Diagnosis]):
+    """What keeps a run from learning or harms it, the most important first. Each has `evidence` and `remedy`."""
+
+    def __init__(self, what: str, causes: Sequence[Diagnosis], error: str = "", problems: Sequence[str] = ()) -> None:
+        self.what = what
+        """the run or config that was examined"""
+        self.error = error
+        """with which the run has ended"""
+        self.unreadable = problems
+        """files that cannot be read"""
+        self._causes = causes
+
+    @overload
+    def __getitem__(self, index: int) -> Diagnosis: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Diagnosis]: ...
+    def __getitem__(self, index: int | slice) -> Diagnosis | Sequence[Diagnosis]:
+        return self._causes[index]
+
+    def __len__(self) -> int:
+        return len(self._causes)
+
+    @property
+    def title(self) -> str:
+        counts = Counter(str(cause.severity) for cause in self)
+        found = ", ".join(plural(counts[severity], severity) for severity in LABELS if counts[severity])
+        nothing = "no problems found" + (" in what can be read" if self.unreadable else "")
+        return f"{self.what}: {found or ('ended with an error' if self.error else nothing)}"
+
+    def lines(self, width: int = WIDTH) -> Iterator[str]:
+        """The findings as text."""
+        yield self.title
+        if self.error:
+            yield from _paragraph("ended with: ", self.error, width)
+        for text in self.unreadable[:MAX_PROBLEMS]:
+            yield from _paragraph("not diagnosed: ", text, width)
+        if len(self.unreadable) > MAX_PROBLEMS:
+            yield f"  not diagnosed: {len(self.unreadable) - MAX_PROBLEMS} more files that cannot be read"
+        for cause in self:
+            yield ""
+            yield f"{LABELS[cause.severity]}  {cause.name}"
+            yield from _paragraph("found: ", cause.evidence, width)
+            for text in cause.examples:
+                yield from _paragraph("e.g. ", text, width)
+            yield from _paragraph("to do: ", cause.remedy, width) if cause.remedy else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        causes = [asdict(cause) for cause in self]
+        return to_json({"error": self.error or None, "unreadable": list(self.unreadable), "findings": causes})
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        notes = [f"ended with: {self.error}"] if self.error else []
+        notes += [f"not diagnosed: {text}" for text in self.unreadable[:MAX_PROBLEMS]]
+        rows = [
+            (LABELS[cause.severity], cause.name, "\n".join([cause.evidence, *cause.examples]), cause.remedy)
+            for cause in self
+        ]
+        shown = html.table(("", "finding", "found", "to do"), rows) if rows else ""
+        return "".join([html.paragraph(self.title, bold=True), *map(html.paragraph, notes), shown])
+
+
+def _paragraph(label: str, text: str, width: int) -> list[str]:
+    indent = " " * (2 + len(label))
+    wrapper = textwrap.TextWrapper(max(width, 40), f"  {label}", indent, break_on_hyphens=False)
+    return wrapper.wrap(text) or [f"  {label}".rstrip()]
+
+
+def examine_config(cfg: TrainConfig, name: str) -> Findings:
+    from assay.build.dry_run import diagnose_config
+
+    return Findings(f"config {name}", diagnose_config(cfg))
+
+
+def examine_run(folder: Path) -> Findings:
+    files = RunFiles(folder)
+    causes, run = diagnose_files(files), Run(files.path)
+    error = str(files.document("status.json").get("error") or "") if run.state == "failed" else ""
+    steps = max((row["step"] for row in files.metrics()), default=0)
+    return Findings(f"run {run.name} ({run.state}, {plural(steps, 'step')})", causes, error, files.problems)
+
+
+def doctor(target: Any, *, runs_dir: str | Path = "runs", **settings: Any) -> Findings:
+    """Find out why a run does not learn, or what is wrong with a config before a run. Nothing is trained or changed.
+
+    Args:
+        target: A run, its name or folder, or a TOML file.
+        runs_dir: Folder of the runs.
+        settings: Settings that are changed in the config.
+    """
+    given = getattr(target, "path", target)
+    if not isinstance(given, str | Path):
+        raise UserError(f"doctor examines a run, its name, or the path of a config, not {target!r:.80}")
+    path = Path(given).expanduser()
+    if path.is_file():
+        return examine_config(settings_of(TrainConfig, path, overrides_of(settings, TrainConfig)), str(path))
+    if settings:
+        raise UserError(f"'{next(iter(settings))}' changes a setting, which is for a config: {path} is a run")
+    return examine_run(find_folder(str(path), Path(runs_dir)))
+
+
+class Comparison:
+    """Results, paired tests of the final answers, curves and settings of several runs."""
+
+    def __init__(self, comparison: RunComparison) -> None:
+        self._comparison = comparison
+        self.results = comparison.facts
+        """the facts of each run"""
+        self.paired = comparison.finals
+        """each run compared with the first one on the answers after training; `problem` says why it is impossible"""
+        self.settings = comparison.differences
+        """settings that differ, with one value per run"""
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_json(self._comparison.to_dict())
+
+    def __repr__(self) -> str:
+        parts = []
+        for (title, headings, rows), notes in self._sections():
+            parts.append("\n".join([*([title, *aligned([headings, *rows])] if rows else []), *notes]))
+        return "\n\n".join(filter(None, parts))
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for (title, headings, rows), notes in self._sections():
+            parts += [html.table(headings, rows, title)] if rows else []
+            parts += map(html.paragraph, notes)
+        return "".join(parts)
+
+    def _sections(self) -> Iterator[Any]:
+        yield self._comparison.results(), ()
+        yield from self._comparison.sections()
+        yield ("", (), ()), self._comparison.settings_notes()
+
+
+def compare(*runs: Any, runs_dir: str | Path = "runs") -> Comparison:
+    """Compare runs with the first one: results, a paired test of the final answers, curves, settings that differ.
+
+    Args:
+        runs: At least two runs, or their names or folders.
+        runs_dir: Folder of the runs.
+    """
+    if len(runs) < 2:
+        raise UserError("a comparison needs at least two runs: assay.compare('a', 'b')")
+    names = [str(getattr(run, "path", run)).removeprefix(PREFIX) for run in runs]
+    return Comparison(RunComparison([Run.open(find_run(split_tag(name)[0], Path(runs_dir))) for name in names]))
