@@ -17,12 +17,15 @@ import pytest
 from docs_parts import BLOCK, ROOT, block, blocks, command_lines
 
 from assay.algos.recipes import RECIPES
+from assay.cli.eval import SETTINGS as MeasureConfig
 from assay.cli.main import COMMANDS, main, parse
+from assay.cli.serve import SETTINGS as ServeConfig
 from assay.config import TrainConfig
-from assay.config.settings import load_settings
+from assay.config.settings import keys, load_settings
+from assay.runs.metrics import METRICS, meaning
 from assay.types import UserError
 
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
 PAGES = [page for page in PAGES if page.exists()]
 SCRIPTS = ("bench/recipes.py", "bench/trl_step.py", "bench/transformers_generate.py")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -114,6 +117,28 @@ def test_settings_exist(item: Item) -> None:
     TrainConfig.model_validate(tomllib.loads(item[1]))
 
 
+KEYS = {key for kind in (TrainConfig, MeasureConfig, ServeConfig) for key, _ in keys(kind)}
+SECTIONS_OF_KEYS = {key.partition(".")[0] for key in KEYS if "." in key}
+NOT_SETTINGS = {"engine.info", "model.safetensors", "train.jsonl", "train.parquet"}
+KINDS_OF_METRICS = {name.partition("/")[0] for part in METRICS.values() for name in part}
+
+
+def inline(pattern: str) -> list[Item]:
+    """What is written as code in the text of a page."""
+    found = ((page, re.findall(f"`({pattern})(?: = [^`]*)?`", BLOCK.sub("", page.read_text()))) for page in PAGES)
+    return [(page, name) for page, names in found for name in sorted(set(names))]
+
+
+@every([item for item in inline(r"[a-z]+\.[a-z_]+") if item[1].partition(".")[0] in SECTIONS_OF_KEYS])
+def test_settings_in_the_text_exist(item: Item) -> None:
+    assert item[1] in KEYS | NOT_SETTINGS, "no such setting"
+
+
+@every([item for item in inline(r"[a-z]+/[a-z_]+") if item[1].partition("/")[0] in KINDS_OF_METRICS])
+def test_metrics_in_the_text_exist(item: Item) -> None:
+    assert meaning(item[1]), "no such metric"
+
+
 @every([(page, code) for page in PAGES for code in blocks(page, "python")])
 def test_python_compiles(item: Item) -> None:
     compile(item[1], item[0].name, "exec")
@@ -147,7 +172,7 @@ def test_paths_exist(item: Item) -> None:
     [
         (page, name)
         for page in PAGES
-        if page.parent.name == "docs"
+        if page.parent != ROOT
         for name in sorted(set(re.findall(r"`(test_\w+)`", page.read_text())))
     ]
 )
@@ -172,7 +197,7 @@ def test_pytest_commands_select_tests(item: Item) -> None:
 SECTIONS = {"dr_grpo": "Dr. GRPO", "ppo": "A critic (PPO)", "reinforce_pp": "REINFORCE++", "remax": "ReMax"}
 
 
-@every([(ROOT / "docs" / "algorithms.md", recipe) for recipe in RECIPES])
+@every([(ROOT / "docs" / "reference" / "algorithms.md", recipe) for recipe in RECIPES])
 def test_each_recipe_has_a_section(item: Item) -> None:
     """What it starts from and where that comes from, when to use it, and which metrics to watch."""
     parts = re.split(r"^##+ ", item[0].read_text(), flags=re.MULTILINE)
@@ -183,7 +208,7 @@ def test_each_recipe_has_a_section(item: Item) -> None:
 
 ERRORS = [
     error
-    for page in ("configuration.md", "coming-from.md")
+    for page in ("guides/configuration.md", "start/coming-from.md")
     for error in re.findall(r"^\$ assay (.*)\n(.*)$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
 ]
 
@@ -198,8 +223,8 @@ def test_documented_error_messages_match_the_program(
 
 
 def write_coming_from_example(folder: Path) -> None:
-    """The files of docs/coming-from.md, and a few problems in the columns that it names."""
-    page = ROOT / "docs" / "coming-from.md"
+    """The files of coming-from.md, and a few problems in the columns that it names."""
+    page = ROOT / "docs" / "start" / "coming-from.md"
     for code in blocks(page, "python"):
         if named := re.match(r"# (\w+\.py)\n", code):
             (folder / named[1]).write_text(code)
@@ -226,14 +251,14 @@ def test_rewards_of_coming_from_judge_answers(
     assert [row["verdict"]["reward"] for row in judged] == [1.0, 0.0]
 
 
-def test_the_rewards_of_tasks_md_are_those_of_the_example() -> None:
-    assert block("tasks.md", "python", "def shorter") in (ROOT / "examples" / "rewards.py").read_text()
+def test_the_rewards_of_rewards_md_are_those_of_the_example() -> None:
+    assert block("guides/rewards.md", "python", "def shorter") in (ROOT / "examples" / "rewards.py").read_text()
 
 
 def test_documented_problem_matches_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     command = "assay data show abacus -n 1 --arg style=plain --arg distractors=1"
     assert main(shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().out.splitlines() == output_after(ROOT / "docs" / "tasks.md", command)
+    assert capsys.readouterr().out.splitlines() == output_after(ROOT / "docs" / "guides" / "data.md", command)
 
 
 def test_documented_dry_run_matches_the_program(
@@ -243,7 +268,7 @@ def test_documented_dry_run_matches_the_program(
     monkeypatch.chdir(ROOT)
     assert main(["train", "examples/my_task.toml", "--dry-run", "--threads", "1"]) == 0
     captured = capsys.readouterr()
-    _, _, rest = (ROOT / "docs" / "quickstart.md").read_text().partition("it prints:\n\n```text\n")
+    _, _, rest = (ROOT / "docs" / "start" / "quickstart.md").read_text().partition("it prints:\n\n```text\n")
     documented = {without_numbers(line) for line in rest.partition("```")[0].splitlines()}
     printed = [line for line in (captured.out + captured.err).splitlines() if "eta" not in line]
     assert documented == {without_numbers(line) for line in printed}
@@ -258,11 +283,11 @@ def table_rows(page: str, start: str) -> list[dict[str, str]]:
 
 def measured(row: dict[str, str]) -> dict:
     """The file of raw numbers that a row of a table links to."""
-    return json.loads((ROOT / "docs" / LINK.findall(row["raw numbers"])[0]).read_text())
+    return json.loads((ROOT / "docs" / "evidence" / LINK.findall(row["raw numbers"])[0]).read_text())
 
 
-RUNS = table_rows("models.md", "| model | weights |")
-BENCHMARKS = table_rows("models.md", "| model | workload |")
+RUNS = table_rows("evidence/benchmarks.md", "| model | weights |")
+BENCHMARKS = table_rows("evidence/benchmarks.md", "| model | workload |")
 
 
 @pytest.mark.parametrize("row", RUNS, ids=lambda row: row["`assay train`"].strip("`"))
@@ -296,7 +321,7 @@ def test_documented_peak_memory_is_the_measured_memory(row: dict[str, str]) -> N
 def test_the_async_environment_of_environments_md_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "tool.py").write_text(block("environments.md", "python", "async def step"))
+    (tmp_path / "tool.py").write_text(block("guides/environments.md", "python", "async def step"))
     monkeypatch.chdir(tmp_path)
     assert main(["env", "check", "tool.py:Asking", "--task", "abacus", "-n", "3"]) == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("<ask>why?</ask>\n"))
@@ -304,10 +329,10 @@ def test_the_async_environment_of_environments_md_works_as_written(
     assert "[tool] <answer>15</answer>" in capsys.readouterr().out
 
 
-def test_the_task_of_tasks_md_works_as_written(
+def test_the_task_of_data_md_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "task.py").write_text(block("tasks.md", "python", "class SortLetters(Task)"))
+    (tmp_path / "task.py").write_text(block("guides/data.md", "python", "class SortLetters(Task)"))
     monkeypatch.chdir(tmp_path)
     assert main(["data", "check", "task.py:SortLetters"]) == 0
     (tmp_path / "run.toml").write_text('model = "preset:nano"\ntask = "task.py:SortLetters"\nsft.steps = 1\n')
@@ -320,23 +345,23 @@ BASE = 'model = "preset:nano"\ntask = "task.py:SortLetters"\nsampling.max_new_to
 @pytest.mark.parametrize(
     ("page", "text"),
     [
-        ("algorithms.md", 'recipe = "ppo"'),
-        ("algorithms.md", "mine.py:half_norm"),
-        ("tasks.md", "my_reward.py:reward"),
-        ("tasks.md", "examples/rewards.py:shorter"),
-        ("environments.md", "tries = 4"),
-        pytest.param("tasks.md", "reasoning_gym:chain_sum", marks=pytest.mark.slow),
+        ("reference/algorithms.md", 'recipe = "ppo"'),
+        ("guides/own-algorithm.md", "mine.py:half_norm"),
+        ("guides/rewards.md", "my_reward.py:reward"),
+        ("guides/rewards.md", "examples/rewards.py:shorter"),
+        ("guides/environments.md", "tries = 4"),
+        pytest.param("guides/data.md", "reasoning_gym:chain_sum", marks=pytest.mark.slow),
     ],
 )
 def test_settings_of_a_page_pass_the_dry_run(
     page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the Python files that the page shows beside them, and the task of tasks.md, unless they name a model."""
+    """With the Python files that the page shows beside them, and the task of data.md, unless they name a model."""
     if "reasoning_gym" in text:
         pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
-    (tmp_path / "task.py").write_text(block("tasks.md", "python", "class SortLetters(Task)"))
-    (tmp_path / "mine.py").write_text(block("algorithms.md", "python", "def half_norm"))
-    (tmp_path / "my_reward.py").write_text(block("tasks.md", "python", "async def reward"))
+    (tmp_path / "task.py").write_text(block("guides/data.md", "python", "class SortLetters(Task)"))
+    (tmp_path / "mine.py").write_text(block("guides/own-algorithm.md", "python", "def half_norm"))
+    (tmp_path / "my_reward.py").write_text(block("guides/rewards.md", "python", "async def reward"))
     settings = block(page, "toml", text)
     (tmp_path / "run.toml").write_text(settings if "model" in tomllib.loads(settings) else BASE + settings)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -345,10 +370,10 @@ def test_settings_of_a_page_pass_the_dry_run(
 
 
 @pytest.mark.slow
-def test_the_commands_and_the_mix_of_tasks_md_work_on_a_small_dataset(
+def test_the_commands_and_the_mix_of_data_md_work_on_a_small_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = ROOT / "docs" / "tasks.md"
+    page = ROOT / "docs" / "guides" / "data.md"
     raw = tmp_path / "path" / "to" / "gsm8k"
     raw.mkdir(parents=True)
     for split, start in (("train", 0), ("test", 1000)):
@@ -360,18 +385,18 @@ def test_the_commands_and_the_mix_of_tasks_md_work_on_a_small_dataset(
     assert [words[1] for words in documented] == ["prepare", "check"]
     for words in documented:
         assert main(words) == 0, capsys.readouterr().err
-    settings = block("tasks.md", "toml", 'name = "mix"')
+    settings = block("guides/data.md", "toml", 'name = "mix"')
     (tmp_path / "run.toml").write_text(settings)
     short = ["--train.steps", "1", "--eval.final_examples", "20", "--eval.examples", "10"]
     assert main(["train", "run.toml", *SMALL, *short, "--dry-run"]) == 0, capsys.readouterr().err
 
 
-def test_the_row_mapping_of_tasks_md_is_the_example() -> None:
-    assert block("tasks.md", "python", "def to_problem") in (ROOT / "examples" / "rows.py").read_text()
+def test_the_row_mapping_of_data_md_is_the_example() -> None:
+    assert block("guides/data.md", "python", "def to_problem") in (ROOT / "examples" / "rows.py").read_text()
 
 
-def test_the_verdicts_of_tasks_md_are_those_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = next(code for code in blocks(ROOT / "docs" / "tasks.md", "text") if '"verdict"' in code)
+def test_the_verdicts_of_rewards_md_are_those_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = next(code for code in blocks(ROOT / "docs" / "guides" / "rewards.md", "text") if '"verdict"' in code)
     shown = [json.loads(line) for line in text.splitlines()]
     rows = [{key: value for key, value in row.items() if key != "verdict"} for row in shown]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -381,10 +406,8 @@ def test_the_verdicts_of_tasks_md_are_those_of_the_program(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_the_loop_with_replay_of_algorithms_md_works_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = block("algorithms.md", "python", "class Replayed(Trainer)")
+def test_the_loop_with_replay_of_own_loop_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = block("guides/own-loop.md", "python", "class Replayed(Trainer)")
     assert code.count('"optim.lr": 1e-4') == 1
     short = '"sft.steps": 2, "train.steps": 2, "eval.final_examples": 10, "eval.examples": 5'
     (tmp_path / "replayed.py").write_text(code.replace('"optim.lr": 1e-4', f'"optim.lr": 1e-4, {short}'))
@@ -394,23 +417,39 @@ def test_the_loop_with_replay_of_algorithms_md_works_as_written(
 
 
 @pytest.mark.slow
+def test_the_classic_loop_of_own_loop_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = block("guides/own-loop.md", "python", "class Classic(Trainer)")
+    assert code.count('"train.steps": 80') == code.count('"final_examples": 200') == 1
+    (tmp_path / "classic.py").write_text(code.replace("80", "2").replace("200", "5"))
+    monkeypatch.chdir(tmp_path)
+    assert runpy.run_path("classic.py", run_name="__main__")["summary"]["steps"] == 2
+
+
+@pytest.mark.slow
 def test_the_own_task_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     short = ["--train.steps", "12", "--eval.examples", "10", "--threads", "1"]  # enough for a gain, as on the page
-    assert main(["train", "examples/my_task.toml", "--runs_dir", str(tmp_path), *short]) == 0
+    runs = tmp_path / "runs"
+    assert main(["train", "examples/my_task.toml", "--runs_dir", str(runs), *short]) == 0
     captured = capsys.readouterr()
-    output = re.sub(rf"(run:|assay runs ){tmp_path}/", r"\1", captured.out + captured.err)
-    output = output.replace(str(tmp_path), "runs")
+    output = re.sub(rf"(run:|assay runs ){runs}/", r"\1", captured.out + captured.err)
+    output = output.replace(str(runs), "runs")
     printed = {without_numbers(line) for line in output.splitlines()}
-    documented = output_after(ROOT / "docs" / "quickstart.md", "assay train examples/my_task.toml")
+    documented = output_after(ROOT / "docs" / "start" / "quickstart.md", "assay train examples/my_task.toml")
     (demo,) = [code for code in blocks(ROOT / "README.md", "") if code.startswith("abacus, test split")]
     documented += demo.replace("demo", "my_task").splitlines()[1:]  # the first line names the task of the demo
     assert not {without_numbers(line) for line in documented if "eta" not in line} - printed
-    summary = json.loads((tmp_path / "my_task" / "summary.json").read_text())
+    summary = json.loads((runs / "my_task" / "summary.json").read_text())
     assert summary["steps"] == 12 and summary["before"]["n"] == summary["after"]["n"] == 60
     assert summary["after"]["format"] == 1.0 and set(summary["after"]["statuses"]) <= {"ok", "wrong"}
-    lines = (tmp_path / "my_task" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    lines = (runs / "my_task" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
     rewards = {json.loads(line)["reward"] for line in lines}
     assert len(lines) == 16 * 8 and rewards <= {0.0, 0.25, 0.5, 0.75, 1.0} and len(rewards) > 1
+    monkeypatch.chdir(tmp_path)  # the blocks of the pages that use this run
+    exec(block("reference/run-folder.md", "python", "read_rollouts"), {})
+    assert main(["export", "run:my_task@last", "exported"]) == 0
+    capsys.readouterr()
+    exec(block("start/quickstart.md", "python", "AutoModelForCausalLM"), {})
+    assert "<user> sort f a d b <assistant>" in capsys.readouterr().out

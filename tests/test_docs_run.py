@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs_parts import ROOT, block, command_lines
+from docs_parts import ROOT, block, blocks, command_lines
 from stub_endpoint import StubEndpoint, stub_endpoint
 
 from assay.cli.main import main
 from assay.runs.rollouts import read_rollouts
 from assay.training import run as train_run
+from assay.types import Finish
 
 SMALL = 'model = {source = "preset:nano", tokenizer = "characters"}\nsampling.max_new_tokens = 8\n'
 ONE_STEP = ["--train.steps", "1", "--train.prompts", "2", "--train.samples", "2", "--eval.final_examples", "2"]
@@ -51,7 +52,7 @@ def test_the_settings_of_jsonl_train_on_mapped_rows(folder: Path, capsys: pytest
             {"story": f"{n} eggs.", "query": "How many?", "result": n, "grade": 2} for n in range(start, start + 30)
         ]
         write_rows(folder / "data" / "my_problems" / f"{split}.jsonl", rows)
-    (folder / "run.toml").write_text(SMALL + block("tasks.md", "toml", 'path = "data/my_problems"'))
+    (folder / "run.toml").write_text(SMALL + block("guides/data.md", "toml", 'path = "data/my_problems"'))
     assert main(["train", "run.toml", *ONE_STEP]) == 0, capsys.readouterr().err
     (group, _) = read_rollouts(folder / "runs" / "run", 1)
     assert "eggs. How many?\nPut the final answer" in group.prompt.question and group.prompt.fields == {"level": 2}
@@ -75,8 +76,8 @@ def test_the_judge_that_asks_a_model_judges_answers_and_passes_the_dry_run(
     folder: Path, judge_server: StubEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In its own processes, which get only the variables that the settings name."""
-    (folder / "llm_judge.py").write_text(block("tasks.md", "python", "# llm_judge.py"))
-    settings = block("tasks.md", "toml", "llm_judge.py:reward")
+    (folder / "llm_judge.py").write_text(block("guides/rewards.md", "python", "# llm_judge.py"))
+    settings = block("guides/rewards.md", "toml", "llm_judge.py:reward")
     write_rows(folder / "answers.jsonl", [{"completion": text, "answer": "12"} for text in ("It is 12", "It is 13")])
     names = re.findall(r'"(OPENAI_\w+)"', settings)
     words = ["--reward", "llm_judge.py:reward", "--timeout", "60", *(w for name in names for w in ("--pass-env", name))]
@@ -102,9 +103,9 @@ ANSWERS = [
 def test_the_audit_of_a_judge_prints_the_table_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(folder / "answers.jsonl", ANSWERS)
     (folder / "judged.jsonl").write_text("")  # of the command before it on the page
-    assert main([*command("tasks.md", "--against lenient"), "--workers", "0"]) == 0
+    assert main([*command("guides/rewards.md", "--against lenient"), "--workers", "0"]) == 0
     printed = capsys.readouterr()
-    table = block("tasks.md", "text", "disagreements with lenient").splitlines()
+    table = block("guides/rewards.md", "text", "disagreements with lenient").splitlines()
     assert [line.rstrip() for line in printed.err.splitlines()][-len(table) :] == table
     summary = json.loads(printed.out)
     assert (summary["n"], summary["same_correctness"], summary["agreement"]) == (6, 3, 0.5)
@@ -139,7 +140,7 @@ class Masked(Env):
 def test_the_fragment_with_masked_turns_leaves_them_out_of_the_loss(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fragment = textwrap.indent(block("environments.md", "python", '"masked": self.game.turn == 1'), "    ")
+    fragment = textwrap.indent(block("guides/environments.md", "python", '"masked": self.game.turn == 1'), "    ")
     (folder / "masked.py").write_text(GAME + fragment)
     assert main(["env", "check", "masked.py:Masked"]) == 0, capsys.readouterr().out
     (folder / "run.toml").write_text(SMALL + 'env = {name = "masked.py:Masked", max_tokens = 2}\n')
@@ -176,7 +177,9 @@ def next_number(printed: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("page", "policy"), [("environments.md", next_letter), ("extending.md", next_number)], ids=["Backwards", "CountUp"]
+    ("page", "policy"),
+    [("guides/environments.md", next_letter), ("guides/package.md", next_number)],
+    ids=["Backwards", "CountUp"],
 )
 def test_env_play_of_a_page_rewards_a_perfect_player(
     page: str,
@@ -185,9 +188,17 @@ def test_env_play_of_a_page_rewards_a_perfect_player(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if page == "extending.md":
+    if page == "guides/package.md":
         (folder / "count_up.py").write_text(block(page, "python", "# count_up.py"))
     player = PerfectPlayer(capsys, policy)
     monkeypatch.setattr(sys, "stdin", player)
     assert main(command(page, "env play")) == 0
     assert "--- return: 1 of 1" in player.printed
+
+
+def test_the_blocks_about_engines_run_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    for code in blocks(ROOT / "docs" / "reference" / "backends.md", "python"):
+        if not code.startswith("# "):  # a file of the example, which tests/test_extending.py runs
+            exec(code, names)
+    assert names["answers"][0].finish in list(Finish) and "sample 1: " in capsys.readouterr().out

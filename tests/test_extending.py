@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md work as shown, with the numbers of files and lines that the page states."""
+"""The examples of extensions work as shown, with the numbers of files and lines that the pages state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from assay.runs.rollouts import read_rollouts
 from assay.training import run as train_run
 from assay.types import Rollout
 
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGES = ("guides/own-algorithm.md", "guides/package.md", "reference/backends.md")
+TEXT = "\n".join((ROOT / "docs" / page).read_text() for page in PAGES)
 TERM, ADVANTAGE = "A loss term with its own per-token input", "An advantage"
 TASK, ENVIRONMENT, ENGINE, FAMILY = "A task", "An environment", "An engine backend", "A model family"
 PACKAGES = {TASK: "tasks", ENVIRONMENT: "envs", ENGINE: "engine"}  # to which the first file of the section moves
@@ -33,7 +34,7 @@ LONG = ("--sampling.max_new_tokens", "120")  # answers that are long enough to r
 
 def section(title: str) -> tuple[str, str]:
     """What a section says of the user's own files, and of the package."""
-    (text,) = [part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE) if part.startswith(f"{title}\n")]
+    (text,) = [part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE) if part.startswith(f"{title}\n")]
     own, _, package = text.partition("**In the package.**")
     return own, package
 
@@ -278,8 +279,8 @@ def test_a_model_family_equals_transformers_in_all_forward_passes(folder: Path) 
 
 
 @pytest.mark.parametrize("title", [TERM, ADVANTAGE, TASK, ENVIRONMENT, ENGINE, FAMILY])
-def test_the_page_counts_files_and_lines(title: str) -> None:
-    (row,) = [line for line in PAGE.splitlines() if line.startswith("| [") and title.lower() in line.lower()]
+def test_the_pages_count_files_and_lines(title: str) -> None:
+    (row,) = [line for line in TEXT.splitlines() if line.startswith("| [") and title.lower() in line.lower()]
     stated = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) files?, (\d+) lines", row)]
     own, package = section(title)
     moved = blocks(own, "python")[:1] if title in PACKAGES else []

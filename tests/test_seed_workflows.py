@@ -1,4 +1,4 @@
-"""The workflow of each seed project: the commands of its section in docs/recipes.md, run in order.
+"""The workflow of each seed project: the commands of its section in docs/evidence/five-projects.md, run in order.
 
 The commands run as a user types them, those of assay in this process, in a folder where small models and a few
 problems have the names of the real ones, and where the recipe's config has small sizes. Only the numbers in `NUMBERS`
@@ -78,7 +78,7 @@ class Workflow:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
         self.folder, self.runs, self.patch, self.capsys = folder, folder / "runs", patch, capsys
-        _, _, rest = (ROOT / "docs" / "recipes.md").read_text().partition(f"\n## {name}\n")
+        _, _, rest = (ROOT / "docs" / "evidence" / "five-projects.md").read_text().partition(f"\n## {name}\n")
         self.blocks = BLOCK.findall(rest.partition("\n## ")[0])
         self.lines = [line for kind, code in self.blocks if kind == "bash" for line in code.splitlines()]
         cfg = load_settings(TrainConfig, ROOT / "configs" / "seeds" / f"{name}.toml", SMALL | SIZES[name])

@@ -99,9 +99,15 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def extra_commands(extra: str) -> tuple[str, str]:
+    """The commands that install an extra: in a checkout, and from the package index."""
+    return f"pip install -e '.[{extra}]'", f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
 def missing_extra(purpose: str, extra: str, advice: str = "") -> UserError:
     """Return the error for a feature whose optional dependencies are not installed; `advice` is another way out."""
-    ways = [f"pip install -e '.[{extra}]' in a checkout", f"or pip install '{DISTRIBUTION}[{extra}]'"]
+    checkout, index = extra_commands(extra)
+    ways = [f"{checkout} in a checkout", f"or {index}"]
     return UserError(f"{purpose} needs the {extra} extra: {', '.join([*ways, advice] if advice else ways)}")
 
 

@@ -63,7 +63,7 @@ def test_settings_are_named_with_their_present_values() -> None:
     assert now(config, "seed") == "seed (now 3)" and now(config, "algo.kl_coef") == "algo.kl_coef"
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "doctor.md").read_text()
 ROWS = re.findall(r"^\| `(\w+)` \| ([a-z, ]+) \| (.+) \| (.+) \|$", PAGE.partition("## Causes")[2], re.MULTILINE)
 
 

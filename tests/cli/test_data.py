@@ -146,6 +146,9 @@ def test_a_single_file_is_shown_and_checked_whole(tmp_path, capsys):
     assert [line for line in printed.splitlines() if line.startswith("---")] == [
         f"--- jsonl/all/{n}" for n in range(20)
     ]
+    assert assay_data("show", "jsonl", "--path", file, "-n", 2, "--json") == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(prompt["id"], prompt["answer"]) for prompt in shown] == [("jsonl/all/0", "0"), ("jsonl/all/1", "2")]
     assert assay_data("show", "jsonl", "--path", file, "--split", "test", "-n", 20) == 0
     assert capsys.readouterr().out.count("---") == 2
     assert assay_data("check", "jsonl", "--path", file) == 0

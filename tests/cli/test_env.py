@@ -36,7 +36,7 @@ def test_the_example_environment_is_short_and_passes_the_check(
 
 
 def test_the_documented_environment_is_the_example() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "guides" / "environments.md").read_text()
     code = (ROOT / "examples" / "my_env.py").read_text()
     assert code[code.index("import random") :].strip() in page
 
@@ -49,6 +49,9 @@ def test_a_broken_environment_fails_the_check(tmp_path: Path, capsys: pytest.Cap
     )
     assert main(["env", "check", f"{tmp_path}/bad.py:Bad"]) == 1
     assert "FAIL" in capsys.readouterr().out
+    assert main(["env", "check", f"{tmp_path}/bad.py:Bad", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and 0 < sum(bool(check["problem"]) for check in found["checks"]) < len(found["checks"])
     assert main(["env", "check", "nothing"]) == 2
     assert "unknown environment" in capsys.readouterr().err
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from small_run import SmallRuns, gpt2_folder
 
-from assay.cli import eval as eval_command
-from assay.cli.main import main, parse
-from assay.config import MeasureConfig
+from assay.cli.main import main
 from assay.evals.stats import mcnemar, wilson
 
 
@@ -112,37 +110,9 @@ def test_prepared_files_and_endless_tasks_are_evaluated(
     assert max(row["length"] for row in rows) <= 8  # the length limit of the run
     (judged,) = evaluate(small, tmp_path, "run:small@last", "--data", file, "--reward.function", "")
     (tmp_path / "out.json").unlink()
-    monkeypatch.setattr(eval_command, "GENERATED", 6)  # problems of an endless split
+    monkeypatch.setattr("assay.build.measure.GENERATED", 6)  # problems of an endless split
     (named,) = evaluate(small, tmp_path, "run:small@last", "--task", "abacus")
     assert named["statuses"] == judged["statuses"] != result["statuses"]  # the file's judge is the task's
-
-
-def settings(*words: object) -> MeasureConfig:
-    return eval_command.settings_of(parse(eval_command, "assay eval", [*map(str, words)]))
-
-
-def test_options_replace_settings_of_the_config(small: SmallRuns, tmp_path: Path) -> None:
-    config = tmp_path / "train.toml"
-    config.write_text(
-        '[task]\nname = "jsonl"\npath = "train.jsonl"\nargs = {answer_column = "gold"}\n[env]\nname = "calculator"\n'
-        '[prompt]\nstyle = "raw"\ntemplate = "{question} ####"\n[reward]\nextract = "hash"\nwrong = -1\n'
-        '[judge]\nurl = "http://127.0.0.1:1"\n[eval]\nfinal_examples = 5\nsamples = 4\n'
-    )
-    cfg = settings("run:small@0", "--runs_dir", small.runs, "--config", config)  # not those of the run
-    assert (cfg.task.name, cfg.env.name, cfg.reward.wrong, cfg.eval.samples) == ("jsonl", "calculator", -1, 4)
-    assert cfg.judge.url == "http://127.0.0.1:1"  # the config is the user's own
-    cfg = settings("m", "--config", config, "--reward.wrong", 0, "--prompt", '{ system = "Think." }')
-    assert (cfg.reward.wrong, cfg.reward.extract) == (0, "hash")
-    assert (cfg.prompt.system, cfg.prompt.template, cfg.prompt.style) == ("Think.", "", "auto")
-    data = tmp_path / "test.jsonl"
-    data.write_text('{"question": "1 + 1", "gold": 2}\n')
-    cfg = settings("m", "--config", config, "--data", data)
-    assert (cfg.task.name, cfg.task.path, cfg.task.args) == ("jsonl", str(data), {"answer_column": "gold"})
-    assert (cfg.env.name, cfg.reward.wrong, cfg.eval.samples) == ("calculator", -1, 4)
-    assert (cfg.eval.final_split, cfg.eval.final_examples) == ("all", 0)
-    config.write_text('[task]\nname = "gsm8k"\nargs = {annotations = true}\n[reward]\nwrong = -1\n')
-    cfg = settings("m", "--config", config, "--data", data)
-    assert (cfg.task.name, cfg.task.args, cfg.reward.wrong) == ("jsonl", {}, -1)  # gsm8k has another format
 
 
 def test_a_file_is_evaluated_whole_or_by_split(small: SmallRuns, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pty
+import signal
 import subprocess
 import sys
 import warnings
@@ -17,7 +18,6 @@ import torch
 from assay import __version__
 from assay.algos.recipes import RECIPES
 from assay.cli.main import COMMANDS, Parser, main, run, should_report, split_words
-from assay.cli.train import is_lost_peer
 from assay.config import TrainConfig
 from assay.config.sections import BUILT_IN_ENGINES
 from assay.config.settings import keys, parse_overrides
@@ -173,6 +173,26 @@ def test_settings_before_or_after_arguments(text: str, own: str, overrides: dict
     assert words_of(text) == (own.split(), overrides)
 
 
+def test_exit_codes_are_those_that_the_help_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    (tmp_path / "all.jsonl").write_text('{"question": "1 + 1?", "answer": "2", "solution": "3"}\n')
+    wrong = ["data", "check", "jsonl", "--path", str(tmp_path / "all.jsonl"), "--arg", "extract=boxed"]
+    codes = {
+        main(["info"]): "0 done",
+        main(wrong): "1 problems were found",
+        main(["data", "check", "no"]): "2 an error",
+    }
+    codes[main([], interrupted) - signal.SIGINT] = "128 + N stopped by signal N"
+    assert [*codes] == [0, 1, 2, 128]
+    capsys.readouterr()
+    assert main(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split()).partition("exit codes: ")[2]
+    assert [part.split()[0] for part in shown.split("; ")] == ["0", "1", "2", "128"]
+    assert all(text in shown for text in codes.values())
+
+
 def test_python_m_assay() -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     module = subprocess.run([sys.executable, "-m", "assay", "trian"], capture_output=True, text=True, env=environment)
@@ -199,15 +219,6 @@ def test_only_one_process_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         result.append((is_main(), should_report()))
     assert [prints for prints, _ in result] == [True, True, False, False, True]
     assert [reports for _, reports in result] == [True, True, False, True, True]  # one per node
-
-
-def test_errors_of_a_lost_peer_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
-    as_rank(monkeypatch, 2, 1, 1)
-    assert is_lost_peer(gone)
-    assert not is_lost_peer(RuntimeError("shapes do not match")) and not is_lost_peer(ValueError("timed out"))
-    as_rank(monkeypatch, 1, 0, 0)
-    assert not is_lost_peer(gone)
 
 
 # Help of settings

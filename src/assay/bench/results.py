@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from assay import __version__
-from assay.runs.directory import cpu_model, memory_gib, usable_cores, version_of
+from assay.runs.environment import cpu_model, memory_gib, usable_cores, version_of
 from assay.runs.files import json_object, write_text
 from assay.types import UserError
 

@@ -17,8 +17,8 @@ from assay.config import EnvConfig, ModelConfig, RewardConfig, TrainConfig
 from assay.config.settings import keys
 from assay.envs import Env
 from assay.rewards import Judging, check_verdicts
-from assay.runs.curves import check_trackers
 from assay.runs.directory import check_name, setting
+from assay.runs.trackers import check_trackers
 from assay.tasks import Task
 from assay.tasks.base import LazyPrompts, overlap
 from assay.types import Problem, Prompt, UserError, Verdict, plural
@@ -33,7 +33,7 @@ PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that na
 
 def check_settings(cfg: TrainConfig) -> None:
     """Raise a `UserError` if the settings of trackers, name or adapters are invalid."""
-    check_trackers(cfg.log.wandb or None, cfg.log.tensorboard)
+    check_trackers(cfg.log)
     check_name(cfg.name or "run")
     if cfg.lora.quantize and not cfg.lora.rank:
         raise UserError(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from assay.cli.eval import add_config, add_trust, inherited_settings
+from assay.build.measure import inherited_settings
+from assay.cli.eval import add_config, add_trust
 from assay.config import Count, EvalConfig, MeasureConfig, NonNegative
 from assay.config.settings import load_settings
 from assay.runs.console import Console

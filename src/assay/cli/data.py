@@ -13,7 +13,7 @@ from typing import Any
 
 from assay.cli.score import add_sandbox_arguments
 from assay.rewards import JudgePool
-from assay.runs.files import write_text
+from assay.runs.files import json_line, write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, ANSWER_FORMS, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
 from assay.tasks.sources import DEFAULT_VALIDATION, MANIFEST, jsonl_text, manifest_of, prepared_row
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_arguments(show)
     show.add_argument("--split", choices=(*SPLITS, ALL), help="[train, or all of a single file]")
     show.add_argument("-n", type=int, default=3)
+    show.add_argument("--json", action="store_true", help="print JSON lines, with all fields")
     check = commands.add_parser("check", help="judge every gold answer, and search for train problems in test")
     check.add_argument("name", help="a task's name, or a dotted path such as my_file.py:MyTask")
     add_task_arguments(check)
@@ -164,6 +165,9 @@ def run_show(args: argparse.Namespace) -> int:
         raise UserError("-n must be at least 1")
     task = make_task(args.name, args.path, **task_arguments(args.arg))
     for prompt in prompts_of(task, args.split or (ALL if task.has_all else "train"))[: args.n]:
+        if args.json:
+            print(json_line(asdict(prompt)), end="")
+            continue
         print(f"--- {prompt.id}")
         for message in prompt.messages:
             print(f"[{message['role']}] {message['content']}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
+from dataclasses import asdict
 
 from assay.cli.data import task_arguments
 from assay.envs import ENVS, Env, make_env
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "check":
             command.add_argument("-n", type=int, default=EPISODES, help=f"episodes to play [{EPISODES}]")
             command.add_argument("--seconds", type=float, default=SECONDS, help=f"time limit per check [{SECONDS:g}]")
+            command.add_argument("--json", action="store_true", help="print JSON")
         else:
             command.add_argument("--seed", type=int, help="seed of the first episode [random]")
 
@@ -42,21 +45,25 @@ def run(args: argparse.Namespace) -> int:
     task = make_task(args.task, args.path, **task_arguments(args.task_arg)) if args.task else None
     env = make_env(args.name, None if task else args.path, task, **task_arguments(args.arg))
     try:
-        return check(env, args.n, args.seconds) if args.env_command == "check" else play(env, args.seed)
+        return check(env, args.n, args.seconds, args.json) if args.env_command == "check" else play(env, args.seed)
     finally:
         resolve(env.close())
 
 
-def check(env: Env, episodes: int, seconds: float) -> int:
+def check(env: Env, episodes: int, seconds: float, as_json: bool) -> int:
     if episodes < 2:
         raise UserError("-n must be at least 2")
     if not 0 < seconds <= MAX_SECONDS:
         raise UserError(f"--seconds must be above 0, and at most {MAX_SECONDS:,}")
-    passed = True
+    found = []
     for finding in findings(env, episodes, seconds):
-        passed &= finding.ok
-        problem = "" if finding.ok else f": {finding.problem}"
-        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}{problem}", flush=True)
+        found.append(finding)
+        if not as_json:
+            problem = "" if finding.ok else f": {finding.problem}"
+            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}{problem}", flush=True)
+    passed = all(finding.ok for finding in found)
+    if as_json:
+        print(json.dumps({"ok": passed, "checks": [asdict(finding) for finding in found]}, indent=2))
     return 0 if passed else 1
 
 

@@ -33,9 +33,11 @@ COMMANDS = {
     "report": "write a run as one HTML file: summary, curves, findings, samples, settings",
     "view": "show runs in the browser: curves, prompts, rollouts token by token",
     "doctor": "find out why a run does not learn, or what is wrong with a config",
-    "export": "write a checkpoint as a Hugging Face folder",
+    "export": "write a checkpoint as a Hugging Face folder or GGUF file, or upload it",
     "slurm": "train as a Slurm batch job that resumes by itself",
     "bench": "measure generation and training: tokens per second, seconds per step, memory",
+    "info": "show versions, devices, memory, and which optional packages are installed",
+    "completion": "print a script that completes commands, options and settings in a shell",
 }
 
 OUT_OF_MEMORY = (
@@ -64,9 +66,10 @@ def main(argv: Sequence[str] | None = None, command: Callable[[list[str]], int] 
             stream.reconfigure(errors="backslashreplace")
     # Threads of OpenMP that spin while waiting slow everything down as soon as another process needs the core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    debug = "--debug" in words
+    debug = "--debug" in split_client(words)[0]
     with printable_output():  # data, model output and file names are untrusted
-        words = [word for word in words if word != "--debug"]
+        own, client = split_client(words)
+        words = [word for word in own if word != "--debug"] + client
         return run(command or dispatch, words, debug, own_process=argv is None)
 
 
@@ -167,9 +170,10 @@ def dispatch(words: list[str]) -> int:
 
 def run_command(module: ModuleType, program: str, words: list[str]) -> int:
     """Parse the words as the module declares them, and run it."""
-    asked = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
+    own = split_client(words)[0]
+    asked = next((place for place, word in enumerate(own) if word in ("-h", "--help")), None)
     if hasattr(module, "SETTINGS") and asked is not None:
-        if only := "".join(words[asked + 1 : asked + 2]).lstrip("-"):
+        if only := "".join(own[asked + 1 : asked + 2]).lstrip("-"):
             print(settings_help(module.SETTINGS, only))
         else:
             print(make_parser(module, program).format_help() + "\n" + settings_help(module.SETTINGS))
@@ -187,9 +191,12 @@ def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namesp
     """A command with SETTINGS takes any --section.key VALUE besides its own options.
 
     They become `overrides`, a dictionary, and `settings`, the words. An option that is short for a setting has its key
-    as `dest`.
+    as `dest`. A command that TAKES_CLIENT has the words after -- as `client`.
     """
     parser = make_parser(module, program)
+    client: list[str] = []
+    if hasattr(module, "TAKES_CLIENT"):
+        words, client = split_client(words)
     if not hasattr(module, "SETTINGS"):
         return parser.parse_args(words)
     from assay.config.settings import literal, parse_overrides
@@ -197,10 +204,16 @@ def parse(module: ModuleType, program: str, words: list[str]) -> argparse.Namesp
     command_words, settings = split_words(words, parser, module.SETTINGS)
     args = parser.parse_args(command_words)
     short = {key: value for key, value in vars(args).items() if "." in key and value is not None}
-    args.settings = settings
+    args.settings, args.client = settings, client
     args.overrides = parse_overrides(settings)
     args.overrides |= {key: literal(value) if isinstance(value, str) else value for key, value in short.items()}
     return args
+
+
+def split_client(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before --, and the rest with it: the command line of another program."""
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end:]
 
 
 def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[str], list[str]]:
@@ -264,19 +277,20 @@ def entry(key: str, field: Any) -> str:
 
     default = field.get_default(call_default_factory=True)
     shown = "" if default in (None, "", [], {}) else f" [{toml_value(default)}]"
-    text = textwrap.wrap((field.description or "").strip() + accepted_names(key, field) + shown, WIDTH - 32) or [""]
+    names = accepted_names(key, field)
+    accepted = f"; {'built in:' if key in REGISTRIES else 'one of'} {', '.join(names)}" if names else ""
+    text = textwrap.wrap((field.description or "").strip() + accepted + shown, WIDTH - 32) or [""]
     return "\n".join([f"  --{key:<27} {text[0]}", *(f"{'':32}{line}" for line in text[1:])])
 
 
-def accepted_names(key: str, field: Any) -> str:
-    """The names that a setting accepts, as a part of its help; empty if there is no fixed set."""
+def accepted_names(key: str, field: Any) -> list[str]:
+    """The names that a setting accepts, of a registry the built-in ones; empty if there is no fixed set."""
     from assay.config.settings import literals
 
     if key in REGISTRIES:
         module, _, registry = REGISTRIES[key].partition(":")
-        return f"; built in: {', '.join(getattr(importlib.import_module(module), registry))}"
-    names = literals(field.annotation)
-    return f"; one of {', '.join(names)}" if names else ""
+        return list(getattr(importlib.import_module(module), registry))
+    return literals(field.annotation)
 
 
 def overview() -> str:
@@ -293,5 +307,6 @@ def overview() -> str:
             "",
             "start here: assay train configs/demo.toml",
             "all commands take --debug, which shows the traceback of an error",
+            "exit codes: 0 done; 1 problems were found (doctor, check); 2 an error; 128 + N stopped by signal N",
         ]
     )

@@ -6,10 +6,13 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from assay.cli.eval import add_trust, inherited_settings
+from assay.build.measure import inherited_settings
+from assay.cli.eval import add_trust
+from assay.cli.serve_client import ClientProgram
 from assay.config import ServeConfig
 from assay.config.settings import load_settings, parse_overrides
 from assay.runs.console import Console, count
@@ -25,8 +28,12 @@ A classification model (a reward model) is served at /classify, as by vLLM.
   assay serve Qwen/Qwen2.5-0.5B-Instruct
   assay serve run:demo@last --port 8001
   ASSAY_KEY=... assay serve model.gguf --host 0.0.0.0 --api-key-env ASSAY_KEY
+With a command after --, the server runs while that command does, which finds it in the environment variables
+OPENAI_BASE_URL and OPENAI_API_KEY. The exit code is that of the command.
+  assay serve run:demo@last -- python my_client.py
 Ctrl-C or SIGTERM finishes the running requests first; a second one stops immediately."""
 SETTINGS = ServeConfig
+TAKES_CLIENT = True
 MAX_FRONTENDS = 4
 OF_CLASSIFIERS = ("http.", "runs_dir", "device", "threads", "engine.dtype")  # settings that apply to them
 
@@ -54,20 +61,48 @@ def run(args: argparse.Namespace) -> int:
     from assay.models.load import is_classifier
 
     cfg = settings_of(args)
-    api_key_of(cfg.http)  # before the model is loaded
+    key = api_key_of(cfg.http)  # before the model is loaded
+    client = ClientProgram(args.client[1:]) if args.client else None
     listener = bind(cfg.http.host, cfg.http.port)
+    hooks = Hooks(cfg.http.name or args.model, listener, key, client)
     try:
         if is_classifier(args.model):
             check_classifier_settings(cfg, parse_overrides(args.settings))
-            run_classifier(args.model, cfg, listener)
+            run_classifier(args.model, cfg, listener, hooks)
         else:
-            run_language_model(args.model, cfg, listener)
+            run_language_model(args.model, cfg, listener, hooks)
     finally:
         listener.close()
-    return 0
+    return 0 if client is None else client.exit_code()
 
 
-def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
+@dataclass
+class Hooks:
+    """What is done when the server is ready, and when it stops."""
+
+    name: str  # of the model
+    listener: socket.socket
+    api_key: str
+    client: ClientProgram | None
+
+    def __post_init__(self) -> None:
+        from assay.server.server import address_of
+
+        self.url = f"{address_of(self.listener)}/v1"
+
+    def on_ready(self) -> None:
+        say(f"serving {self.name} at {self.url}{'' if self.client else ' (Ctrl-C stops)'}")
+        if self.client is not None:
+            self.client.start(self.url, self.api_key)
+
+    def on_stop(self) -> None:
+        if self.client is None or self.client.running:
+            say("stopping: finishing the running requests")
+        if self.client is not None:
+            self.client.stop()
+
+
+def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket, hooks: Hooks) -> None:
     from assay.build.models import build_server
     from assay.server.server import Serving, serve
 
@@ -78,23 +113,22 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket) ->
             console.note("the model has no chat template: /v1/chat/completions is not available")
     if cfg.http.frontends < 0:
         cfg.http.frontends = default_frontends(str(engine.info.device))
-    name = cfg.http.name or model
-    serving = Serving(renderer, cfg.http, name, has_chat, ready_note(name, listener), stop_note)
+    serving = Serving(renderer, cfg.http, hooks.name, has_chat, hooks.on_ready, hooks.on_stop)
     serve(cast("Engine", engine), serving, listener)
 
 
-def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket) -> None:
+def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket, hooks: Hooks) -> None:
     from assay.rewards.reward_model import RewardModelProcess
     from assay.server.classify import serve_classifier
 
-    process, name = RewardModelProcess(model, cfg.device, True, cfg.engine.dtype, cfg.threads), cfg.http.name or model
+    process = RewardModelProcess(model, cfg.device, True, cfg.engine.dtype, cfg.threads)
     with Console(sys.stderr) as console:
         console.announce(f"loading {model}")
         info = process.call("info")
         console.end_operation()
         size, labels = count(info["parameters"]), plural(len(info["labels"]), "label")
         console.note(f"{model}: a classification model with {labels}, {size} parameters, {info['where']}")
-    serve_classifier(process, cfg.http, name, listener, ready_note(name, listener), stop_note)
+    serve_classifier(process, cfg.http, hooks.name, listener, hooks.on_ready, hooks.on_stop)
 
 
 def check_classifier_settings(cfg: ServeConfig, given: Mapping[str, Any]) -> None:
@@ -104,17 +138,6 @@ def check_classifier_settings(cfg: ServeConfig, given: Mapping[str, Any]) -> Non
     unused += ["--allow-updates"] if cfg.http.allow_updates else []
     if unused:
         raise UserError(f"{', '.join(unused)} cannot be used with a classification model: remove it")
-
-
-def ready_note(name: str, listener: socket.socket) -> Callable[[], None]:
-    from assay.server.server import address_of
-
-    url = address_of(listener)
-    return lambda: say(f"serving {name} at {url}/v1 (Ctrl-C stops)")
-
-
-def stop_note() -> None:
-    say("stopping: finishing the running requests")
 
 
 def default_frontends(device: str) -> int:

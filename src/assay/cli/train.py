@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shlex
-import signal
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.config import LoopConfig, TrainConfig
-from assay.config.settings import load_settings, to_toml
-from assay.runs.console import Console, asker, is_distributed, is_main, make_console, percent
-from assay.runs.directory import as_name, read_metrics
-from assay.runs.resolve import check_fixed, differences, run_settings
+from assay.config.settings import load_settings
+from assay.runs.console import Console, asker, make_console, percent
+from assay.runs.directory import as_name
+from assay.runs.resolve import check_fixed, differences, is_complete, run_settings
 from assay.types import UserError, plural
 
 if TYPE_CHECKING:
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
 HEADINGS = {"error": "no gain", "warning": "problem", "note": "note"}  # of causes, by severity
-# Messages of gloo and NCCL after another process has ended.
-LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|timed out|NCCL|remote process", re.I)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +60,7 @@ def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
 
 
 def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console) -> int:
-    from assay.build.trust import extend_trust, guard_run
-    from assay.runs import Run
-    from assay.runs.files import write_text
+    from assay.build.trust import guard_run
     from assay.runs.resolve import find_run
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
@@ -91,13 +84,9 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         if foreign is not None:
             foreign.check_settings()
     console.announce(f"loading {cfg.model.source}")
-    from assay.build.run import resume_run
+    from assay.build.execute import reopened
 
-    with Run.open(path, write=is_main()) as opened:
-        resumed = resume_run(cfg, opened, console)
-        if is_main():
-            write_text(path / "config.toml", to_toml(resumed.cfg))
-            extend_trust(before, resumed.cfg)
+    with reopened(path, before, cfg, console) as resumed:
         return run_training(resumed, console)
 
 
@@ -107,23 +96,15 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
 
     `before`, `now`: its settings as they were, and as they are with the options of this command.
     """
-    from assay.runs import Run, checkpoints
+    from assay.runs import Run
 
-    opened = Run.open(path)
-    summary = opened.read_summary()
-    if not summary or opened.state != "finished" or checkpoints.last_intact(path) != (summary.get("steps"), []):
+    if not is_complete(path, before, now):
         return ""
-    name, steps = run_argument(path), int(summary.get("steps", 0))
+    name, steps = run_argument(path), int(Run.open(path).read_summary().get("steps", 0))
     if not (now.steps or now.epochs or now.budget):
         return f"run {path.name} is finished: to train the model further, start a run with --model run:{name}@last"
     key = "budget" if now.budget else "epochs" if now.epochs else "steps"
     planned = getattr(now, key)
-    if key == "epochs":  # whether there are more steps depends on the number of problems
-        extended = now != before
-    else:
-        extended = summary.get("answers" if key == "budget" else "steps", 0) < planned
-    if extended:
-        return ""
     return (
         f"run {path.name} is finished ({plural(steps, 'step')}), and there is nothing to resume; "
         f"to train longer: assay train --resume {name} --train.{key} {planned * 2:g}"
@@ -136,77 +117,22 @@ def run_argument(path: Path) -> str:
 
 
 def run_training(training: TrainingRun, console: Console) -> int:
-    from assay.runs.files import disk_error
+    from assay.build.execute import carried_out, check_updates
     from assay.training.loop import train
 
     path = training.directory.path
-    try:
-        with training.active():
-            summary = train(training)
-    except KeyboardInterrupt as stop:
-        console.stop()
-        console.note(describe_stop(training))
-        if is_distributed() and not getattr(stop, "at_once", True):
-            # The launcher ends all processes when the first one exits: wait, so that they keep their exit codes.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            training.mesh.close()
-        raise
-    except Exception as error:
-        if is_lost_peer(error):
-            raise UserError(
-                f"rank {os.environ['RANK']} lost another process, which has ended or hangs ({str(error)[:200]}): "
-                f"see the output of that process; resume with: assay train --resume {path}"
-            ) from error
-        problem = disk_error(error)
-        if problem is None and isinstance(error, OSError):
-            problem = f"reading or writing failed ({error})", "fix this"
-        if isinstance(error, UserError) or problem is None:
-            raise
-        what, remedy = problem
-        raise UserError(
-            f"{what}: {remedy} and resume with: assay train --resume {path} (checkpoints are intact)"
-        ) from error
-    finally:
-        console.stop()
+    with carried_out(training, console, resume_command):
+        summary = train(training)
     if summary:
         show(summary, path, console)
     training.mesh.close()
-    if summary and every_update_skipped(read_metrics(path)):
-        raise UserError(
-            f"the run is complete, but every update was skipped, because the loss or the gradient was not finite; its "
-            f"batches are saved in {path / 'skipped'}: lower optim.lr, set dtype = 'float32', or check custom weights, "
-            "rewards, advantages or losses, and start a new run"
-        )
+    if summary:
+        check_updates(training)
     return 0
 
 
-def every_update_skipped(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run has changed no weights because of values that were not finite. `rows`: its metrics."""
-    updates, skipped, faults = (
-        sum(row.get(f"optim/{name}", 0.0) for row in rows if "optim/updates" in row)
-        for name in ("updates", "skipped", "non_finite")
-    )
-    return faults > 0 and skipped == updates
-
-
-def describe_stop(training: TrainingRun) -> str:
-    """What a stopped run has saved, and the command that resumes it."""
-    from assay.runs import checkpoints
-    from assay.runs.files import read_json
-
-    path, total = training.directory.path, training.schedule.total_steps
-    command = f"assay train --resume {run_argument(path)}"
-    saved = checkpoints.last(path)
-    if saved is None:
-        return f"stopped before the first checkpoint; to start this run again from the beginning: {command}"
-    sft_step = read_json(checkpoints.folder(path, saved) / "state.json").get("sft_step")
-    where = f"step {sft_step} of {training.cfg.sft.steps} of the warm start" if sft_step else f"step {saved} of {total}"
-    return f"stopped; saved after {where}; to resume from there: {command}"
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that another process has ended."""
-    return is_distributed() and isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
+def resume_command(training: TrainingRun) -> str:
+    return f"assay train --resume {run_argument(training.directory.path)}"
 
 
 def show(summary: dict[str, Any], path: Path, console: Console) -> None:

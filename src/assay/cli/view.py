@@ -15,10 +15,10 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from assay.cli.report import find_folder
 from assay.cli.runs import add_runs_dir
 from assay.system.http_server import bind, is_loopback, make_http_server, serve_until_stopped
 from assay.types import UserError, missing_extra, plural
+from assay.web.folder import find_folder
 
 HELP = """Show runs in the browser: curves, prompts, rollouts token by token, and what is wrong with them.
 

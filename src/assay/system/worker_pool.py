@@ -351,7 +351,7 @@ class _Support:
             if not names or text in self.warned:
                 return
             self.warned.add(text)
-        warnings.warn(f"{text}: this system does not offer it (docs/tasks.md, 'Isolation')", stacklevel=2)
+        warnings.warn(f"{text}: this system does not offer it (docs/guides/rewards.md, 'Isolation')", stacklevel=2)
 
 
 SUPPORT = _Support()

@@ -16,6 +16,8 @@ from assay.engine.base import Decode, Engine, Event, Failed, Finished, Request, 
 from assay.models.base import PolicyModel, digests, fingerprint
 from assay.types import Completion, Finish, UserError, describe_error
 
+__all__ = ["check_engine"]
+
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 HOTTEST = 8.0  # temperature: nearly uniform for any model
 WARM = SamplingParams(temperature=0.7, max_new_tokens=8)

@@ -11,6 +11,8 @@ from assay.system.awaiting import resolve
 from assay.tasks.base import SPLITS, NoSuchSplit, overlap
 from assay.types import Prompt, UserError, describe_error, plural
 
+__all__ = ["Finding", "check_env"]
+
 INVALID_ACTIONS = ("", "?", "banana 7 \n = \\boxed{} <answer> ####", "é 漢 " * 50)
 EPISODES = 20
 SECONDS = 60.0  # time limit of one check

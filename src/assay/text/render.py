@@ -261,6 +261,11 @@ class Renderer:
         """The rendered prompt as token ids."""
         return self._with_bos(self.tokenizer.encode(self._escaped_text(prompt)))
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template that renders chats; None for a plain text template."""
+        return None if self._raw else self.tokenizer.hf.get_chat_template(self._chat_template)
+
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a text as it is, without a template; special tokens in it are recognised."""
         return self._with_bos(self.tokenizer.encode(text))

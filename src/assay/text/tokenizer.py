@@ -301,6 +301,8 @@ def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
 DIGIT_BY_DIGIT = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe"})
 
+HF_JSON = "tokenizer.huggingface.json"  # in the metadata of GGUF files: the content of tokenizer.json
+SPECIAL_KINDS = ("bos", "eos", "padding", "unknown")
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", BOOL: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
@@ -317,9 +319,11 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     from transformers import PreTrainedTokenizerFast  # late: the import takes seconds
 
     try:
-        # Not AutoTokenizer, which reads the whole file to determine the architecture.
-        hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-        _complete(hf, metadata)
+        if HF_JSON in metadata:
+            hf = _from_tokenizer_json(metadata)
+        else:  # not AutoTokenizer, which reads the whole file to determine the architecture
+            hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+            _complete(hf, metadata)
     except BaseException as error:  # damaged metadata causes any exception, including Rust panics
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
@@ -334,6 +338,16 @@ def load_gguf_tokenizer(path: Path) -> tuple[Any, list[int]]:
     ends = _as_ids([*named, *map(hf.get_vocab().get, TEXT_ENDS)])
     size = metadata.get("tokenizer.ggml.tokens")  # transformers adds <|endoftext|> to files that do not have it
     return hf, [index for index in ends if index < (size if isinstance(size, int) else len(hf))]
+
+
+def _from_tokenizer_json(metadata: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend.from_str(metadata[HF_JSON])
+    ids = {f"{kind[:3]}_token": metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in SPECIAL_KINDS}
+    names = {key: backend.id_to_token(index) for key, index in ids.items() if isinstance(index, int)}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, clean_up_tokenization_spaces=False)
 
 
 def _complete(hf: Any, metadata: dict[str, Any]) -> None:

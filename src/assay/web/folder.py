@@ -22,10 +22,11 @@ from typing import IO, Any
 import numpy as np
 
 from assay.checks.causes import FIRST
-from assay.runs.directory import facts_of, is_locked, setting, state_of
+from assay.runs.directory import access_problem, facts_of, is_locked, setting, state_of
 from assay.runs.files import from_json, json_lines
+from assay.runs.resolve import PREFIX, split_tag
 from assay.text.stream import REPLACEMENT, Detokenizer
-from assay.types import UserError, describe_error, hide_credentials
+from assay.types import UserError, describe_error, hide_credentials, unknown_name
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
 MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
@@ -47,6 +48,23 @@ class Refused(OSError):
 
 def is_run_folder(path: Path) -> bool:
     return os.path.isdir(path) and any(os.path.exists(path / mark) for mark in MARKS)
+
+
+def find_folder(name: str, runs_dir: Path, or_runs: bool = False) -> Path:
+    """The folder of a run, also of a damaged one. `or_runs`: or a folder with runs."""
+    name = split_tag(name)[0].removeprefix(PREFIX) if name.startswith(PREFIX) else name
+    candidates = [Path(name).expanduser(), runs_dir / name]
+    # An unrelated folder here may have the same name as a run.
+    found = [*filter(is_run_folder, reversed(candidates)), *(filter(os.path.isdir, candidates) if or_runs else ())]
+    if found:
+        return found[0]
+    if problem := next(filter(None, map(access_problem, (*candidates, runs_dir))), None):
+        raise UserError(problem)
+    known = [path.name for path in sorted(runs_dir.iterdir()) if is_run_folder(path)] if os.path.isdir(runs_dir) else []
+    what = "run or folder" if or_runs else "run"
+    if not known:
+        raise UserError(f"there is no {what} {name}, and {runs_dir} has no runs: give the path of a run, or --runs_dir")
+    raise unknown_name(what, name, known, listed=known[-5:])
 
 
 def as_stamp(found: os.stat_result) -> Stamp:
