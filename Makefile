@@ -4,26 +4,31 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs
 VLLM_READY := .venv-vllm/.ready
 PIP := $(BIN)/pip install -q --disable-pip-version-check
 # A test process a core, each with one thread: models here are so small that threads only wait for each other.
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-extras test-slurm test-vllm test-sglang lint format clean
+.PHONY: demo test test-all test-extras test-wheel test-slurm test-vllm test-sglang lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/assay train configs/demo.toml
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu and not peer and not slurm and not vllm and not sglang"
+	$(PYTEST) -m "not slow and not gpu and not peer and not slurm and not wheel and not vllm and not sglang"
 
 test-all: $(READY)
-	$(PYTEST) -m "not slurm"
+	$(PYTEST) -m "not slurm and not wheel"
 
 # Installs the newest version of each optional package, from the package index.
 test-extras: $(READY)
 	$(BIN)/python dev/extras.py
+
+# Builds the wheel, installs it with the pinned packages in a new environment, and runs the demo there.
+test-wheel: $(READY)
+	$(BIN)/pytest -m wheel tests/test_wheel.py
 
 # Needs Debian's slurm-wlm and munge, or the like; the daemons are its own and end with it.
 test-slurm: $(READY)
@@ -36,6 +41,11 @@ test-vllm: $(READY) $(if $(ASSAY_VLLM_PYTHON),,$(VLLM_READY))
 # Needs a GPU. ASSAY_SGLANG_PYTHON is the interpreter of an environment with SGLang; default: .venv-sglang/bin/python.
 test-sglang: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m sglang tests/real_sglang
+
+# The site of the documentation, in .site/html. To search it, serve it: python -m http.server -d .site/html
+.PHONY: docs
+docs: $(DOCS_READY)
+	$(BIN)/python dev/site.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -60,6 +70,11 @@ $(READY): $(INSTALLED)
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
+# and with the site generator
+$(DOCS_READY): $(INSTALLED)
+	$(PIP) -c constraints.txt -e '.[docs]'
+	touch $(DOCS_READY)
+
 # vLLM for CPUs requires an older transformers than ours. The removed packages are for images and sound, and do not fit
 # its build of torch.
 $(VLLM_READY):
@@ -69,4 +84,4 @@ $(VLLM_READY):
 	touch $(VLLM_READY)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .site .cache .mypy_cache .ruff_cache .pytest_cache

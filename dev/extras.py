@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMOKE_TESTS = {  # words of the pytest command, by extra
     "hub": "tests/tasks/test_tasks_sources.py -k datasets_package",
     "parquet": "tests/tasks/test_parquet.py",
+    "docs": "tests/test_docs_site.py -k builds",
     "gguf": "tests/models/test_gguf.py -k with_accelerate",
     "gymnasium": "tests/envs/test_envs_registry.py",
     "verifiers": "tests/integrations/test_verifiers.py tests/integrations/test_verifiers_policy.py",
@@ -32,8 +33,10 @@ SMOKE_TESTS = {  # words of the pytest command, by extra
     "vllm": "tests/integrations/test_vllm.py -m 'not slow'",
     "sglang": "tests/integrations/test_sglang.py -m 'not slow'",
     "openai": "tests/integrations/test_openai.py -m 'not slow'",
-    "wandb": "tests/runs/test_curves.py -k wandb_offline",
-    "tensorboard": "tests/runs/test_curves.py -k tensorboard_files",
+    "wandb": "tests/runs/test_trackers.py -k wandb",
+    "trackio": "tests/runs/test_trackers.py -k trackio",
+    "mlflow": "tests/runs/test_trackers.py -k mlflow",
+    "tensorboard": "tests/runs/test_trackers.py -k tensorboard",
 }
 VERSIONS = "import sys, importlib.metadata as m; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
 
