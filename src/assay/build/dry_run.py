@@ -18,29 +18,40 @@ from typing import TypeVar
 import torch
 
 from assay.algos import Algorithm
-from assay.build.models import PRESET_LENGTH, activation_bytes, model_source
+from assay.build.cost import (
+    LONG_S,
+    Prediction,
+    Speeds,
+    Work,
+    fewer_prompts,
+    kv_bytes,
+    memory_by_purpose,
+    model_memory,
+    predict,
+    quantized_bytes,
+)
+from assay.build.models import PRESET_LENGTH, model_source
 from assay.build.problems import READ, build_algorithm, build_problems, take
 from assay.build.run import assemble, evaluation_prompts, has_rl_steps
+from assay.build.speeds import measure, with_trial_rewards
 from assay.checks import Diagnosis
 from assay.checks.causes import now, ranked
 from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
 from assay.config import TrainConfig
-from assay.engine.base import BaseEngine, SamplingParams
+from assay.engine.base import SamplingParams
 from assay.envs.base import Env, safe_step
 from assay.mesh import Mesh
-from assay.models import Decoder
 from assay.models.device import free_memory, pick_device, pick_dtype
 from assay.models.load import preset
-from assay.models.quantize import BLOCK
 from assay.models.spec import ModelSpec, spec_from_hf
 from assay.rollout import Collector
-from assay.runs.console import Console
+from assay.runs.console import Console, count, duration
 from assay.system.awaiting import resolve
 from assay.tasks import Task
 from assay.tasks.registry import build_judge_pool
 from assay.training.learner.learner import Learner, load_reference, solution_rows
 from assay.training.parallel import start_mesh
-from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user_error, plural
+from assay.types import Prompt, Status, UserError, describe_user_error, plural
 
 T = TypeVar("T")
 GIB = 2**30
@@ -136,48 +147,12 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
     )
 
 
-def quantized_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """Bytes of a model in NF4: 4 bits and a share of a scale per weight of a layer; embedding and head are not
-    quantized.
-    """
-    embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
-    return embeddings * dtype.itemsize + (spec.parameters - embeddings) * (0.5 + dtype.itemsize / BLOCK)
-
-
-def model_memory(
-    cfg: TrainConfig,
-    algo: Algorithm | None,
-    dtype: torch.dtype,
-    engine_dtype: torch.dtype,
-    count: int,
-    trained: int,
-    weight_bytes: float,
-    reference_count: int | None = None,
-) -> dict[str, float]:
-    """Bytes by purpose that do not depend on batches. `count`, `trained`: parameters. `dtype`: of the computation."""
-    lora_base = cfg.lora.rank and not (cfg.algo.reference or cfg.sft.steps or cfg.algo.dynamic_reference)
-    has_reference = algo is not None and algo.needs.reference and not cfg.reference.url and not lora_base
-    has_critic = algo is not None and algo.settings.critic and cfg.critic.trunk == "separate"
-    reference_bytes = 4 if cfg.algo.reference_ema else dtype.itemsize
-    sizes = {
-        "weights, gradients, AdamW": weight_bytes + 12.0 * trained,
-        "engine's copy of the weights": float(engine_dtype.itemsize * count),
-        "reference": float(reference_bytes * (reference_count or count) * has_reference),
-        "critic, gradients, AdamW": 16.0 * count * bool(has_critic),
-    }
-    return {name: size for name, size in sizes.items() if size}
-
-
-def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """Bytes of the keys and values of a token."""
-    return 2.0 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize
-
-
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
-    """Build a run and check its inputs without training. Yields the report line by line."""
+    """Build a run, check its inputs and predict its cost, without training. Yields the report line by line."""
+    started = time.perf_counter()
     mesh = start_mesh(cfg)
     source = model_source(cfg.model, cfg.runs_dir)
-    run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=READ)
+    run = assemble(cfg, console, source, mesh, started, checked_texts=READ)
     collector, stream, learner = run.collector, run.source.prompts, run.learner
     with collector:
         prompts = stream.next(min(max(cfg.train.prompts, PROMPTS), 64))
@@ -203,9 +178,44 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
         if collector.env is not None:
             try_env(collector.env, prompts[0])
+        start_s = time.perf_counter() - started
         if has_rl_steps(cfg):
             yield try_update(cfg, collector, learner, prompts)
+            if room_for_updates(learner):
+                speeds, work = measure(run, prompts, start_s)
+                yield from describe_cost(work, speeds, task, mesh.device)
     yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
+
+
+def describe_cost(work: Work, speeds: Speeds, task: str, device: torch.device) -> Iterator[str]:
+    """Predicted seconds, tokens and disk space of a run, and what would make it shorter."""
+    cost, answers = predict(work, speeds), work.answers
+    yield (
+        f"a step: {cost.step:.2g} s (sampling {cost.sampling:.2g}, judging {cost.judging:.2g}, update "
+        f"{cost.update:.2g}, rest {cost.rest:.2g}), with answers of {answers.mean:.0f} tokens on average"
+    )
+    parts = {"warm start": cost.warm_start, "evaluations": cost.evaluations, "checkpoints": cost.saving}
+    listed = ", ".join(f"{name} {duration(part)}" for name, part in parts.items() if part > 0.05 * cost.total)
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device) if device.type == "cuda" else "device"
+    text = f"{plural(work.steps, 'step')} of {task} on this {where}: about {duration(cost.total)}"
+    yield text + f" ({listed})" * bool(listed) + shorter(work, speeds, cost, device)
+    yield (
+        f"{count(round(cost.tokens))} sampled tokens; {cost.disk / GIB:.2f} GiB of disk for checkpoints and rollouts"
+    )
+
+
+def shorter(work: Work, speeds: Speeds, cost: Prediction, device: torch.device) -> str:
+    """Advice for a long run; empty for a short one."""
+    if cost.total < LONG_S:
+        return ""
+    ways = []
+    if cost.evaluations > 0.5 * cost.total:
+        ways.append("--eval.final_examples 200 and a larger --eval.every")
+    elif fewer := fewer_prompts(work, speeds):
+        ways.append(f"--train.prompts {fewer[0]} ({duration(fewer[1])})")
+    if device.type == "cpu":
+        ways.append("a GPU")
+    return f"; try {' or '.join(ways)}" if ways else ""
 
 
 def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> Iterator[str]:
@@ -221,22 +231,6 @@ def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> 
         )
     else:
         yield "all checks passed"
-
-
-def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, prompt_tokens: int) -> dict[str, float]:
-    """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
-    policy, updater, reference = learner.policy, learner.updater, learner.updater.reference
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    reference_count = None if reference is None else sum(p.numel() for p in reference.parameters())
-    parameters = policy.parameter_count, trained, policy.weight_bytes, reference_count
-    sizes = model_memory(cfg, learner.algo, updater.dtype, engine.info.dtype, *parameters)
-    length = min(prompt_tokens + cfg.sampling.max_new_tokens, engine.info.max_length)
-    sequences = cfg.train.prompts * cfg.train.samples
-    tokens = min(updater.token_budget, sequences * length)
-    if isinstance(policy, Decoder):
-        sizes["KV cache"] = kv_bytes(policy.spec, engine.info.dtype) * length * min(engine.info.max_batch, sequences)
-        sizes["activations"] = float(tokens * activation_bytes(policy.spec, updater.dtype, policy.recompute))
-    return sizes | {"logits": 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)}
 
 
 def check_writable(runs_dir: Path) -> None:
@@ -260,9 +254,7 @@ def try_env(env: Env, prompt: Prompt) -> None:
 
 def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts: Sequence[Prompt]) -> str:
     """Sample a few short answers, and compute advantages, loss and gradient of them. Returns a line for the report."""
-    trained = sum(parameter.numel() for parameter in learner.policy.parameters() if parameter.requires_grad)
-    free = free_memory(collector.mesh.device)
-    if free is not None and MOMENTS_BYTES * trained > free:
+    if not room_for_updates(learner):
         return "warning: advantage and loss were not tried, because memory is short"
     params = SamplingParams(n=min(cfg.train.samples, SAMPLES), max_new_tokens=NEW_TOKENS)
     params = replace(params, temperature=cfg.sampling.temperature)
@@ -291,11 +283,7 @@ def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts
     return f"advantage and loss work: tried on {answers} short answers, gradient norm {metrics['optim/grad_norm']:.2g}"
 
 
-def with_trial_rewards(groups: list[Group]) -> list[Group]:
-    """Give answers rewards of 0 and 1 in turn, so that they have advantages."""
-    for number, group in enumerate(groups):
-        for rollout in group.rollouts:
-            reward = float((number + rollout.sample) % 2)
-            rollout.verdict = Verdict(reward, Status.OK if reward else Status.WRONG)
-            rollout.reward = reward
-    return groups
+def room_for_updates(learner: Learner) -> bool:
+    trained = sum(parameter.numel() for parameter in learner.policy.parameters() if parameter.requires_grad)
+    free = free_memory(learner.mesh.device)
+    return free is None or MOMENTS_BYTES * trained <= free
