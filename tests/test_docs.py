@@ -273,7 +273,8 @@ def test_documented_dry_run_matches_the_program(
     printed = [line for line in (captured.out + captured.err).splitlines() if "eta" not in line]
     (total,) = [line for line in documented if ": about " in line]
     assert documented - {total} == {without_numbers(line) for line in printed if ": about " not in line}
-    assert sum(line.startswith("40 steps of examples/my_task.py:SortLetters on this CPU: about ") for line in printed) == 1
+    expected = "40 steps of examples/my_task.py:SortLetters on this CPU: about "
+    assert sum(line.startswith(expected) for line in printed) == 1
 
 
 def table_rows(page: str, start: str) -> list[dict[str, str]]:
