@@ -60,9 +60,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def repeated(work: Callable[[], object]) -> float:
-    """Seconds of a call; the median of three if it is short."""
-    first = seconds(work)
-    return first if first > 1 else median([first, seconds(work), seconds(work)])
+    """Seconds of a call without what only the first one does, such as compilation; a median if it is short."""
+    first, second = seconds(work), seconds(work)
+    return min(first, second) if second > 1 else median([first, second, seconds(work)])
 
 
 def generation_seconds(run: TrainingRun, contexts: Sequence[Sequence[int]], rows: int, tokens: int) -> float:
@@ -177,8 +177,7 @@ def work_of(run: TrainingRun, prompts: Sequence[Prompt], now: Answers, observed:
         warm_tokens=warm_tokens,
         checkpoint_bytes=float(STATE_BYTES * trained),
         saves=saves,
-        kept=min(
-            saves, 1 + (cfg.save.keep or saves) + bool(cfg.save.best and periodic)
-        ),  # the first, the last, the best
+        # The first, the latest, the best.
+        kept=min(saves, 1 + (cfg.save.keep or saves) + bool(cfg.save.best and periodic)),
         rollout_steps=steps if cfg.save.rollouts < 0 else min(cfg.save.rollouts, steps),
     )
