@@ -35,10 +35,12 @@ def assay(*words: str) -> str:
 def predicted(words: list[str]) -> tuple[float, float]:
     """Seconds per step and in total."""
     output = assay(*words, "--dry-run")
-    step = re.search(r"a step: ([\d.]+) s", output)
+    step = re.search(r"a step: ([\d.,]+) s", output)
     total = re.search(r": about (\S+)", output)
     assert step and total, output
-    return float(step[1]), sum(int(n) * UNITS[unit] for n, unit in re.findall(r"(\d+)([hms])", total[1]))
+    return float(step[1].replace(",", "")), sum(
+        int(n) * UNITS[unit] for n, unit in re.findall(r"(\d+)([hms])", total[1])
+    )
 
 
 def measured(words: list[str]) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from assay.models.spec import ModelSpec
 from assay.training.learner.learner import Learner
 
 # Measured on two CPU cores: rollout files, metrics and advantages of a step, per answer.
-RECORD_S = 2e-4
+RECORD_S = 1e-4
 CHECKPOINT_BYTES_S = 5e8  # a checkpoint is copied, hashed and written by one thread
 CURVES_S = 2.0  # to draw the curves at the end
 ROLLOUT_TOKEN_BYTES = 36  # of a sampled token in the files of rollouts: id, log-probabilities, text

@@ -190,10 +190,9 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
 def describe_cost(work: Work, speeds: Speeds, task: str, device: torch.device) -> Iterator[str]:
     """Predicted seconds, tokens and disk space of a run, and what would make it shorter."""
     cost, answers = predict(work, speeds), work.answers
-    yield (
-        f"a step: {cost.step:.2g} s (sampling {cost.sampling:.2g}, judging {cost.judging:.2g}, update "
-        f"{cost.update:.2g}, rest {cost.rest:.2g}), with answers of {answers.mean:.0f} tokens on average"
-    )
+    parts = {"sampling": cost.sampling, "judging": cost.judging, "update": cost.update, "rest": cost.rest}
+    listed = ", ".join(f"{name} {rounded(part)}" for name, part in parts.items())
+    yield f"a step: {rounded(cost.step)} s ({listed}), with answers of {answers.mean:.0f} tokens on average"
     parts = {"warm start": cost.warm_start, "evaluations": cost.evaluations, "checkpoints": cost.saving}
     listed = ", ".join(f"{name} {duration(part)}" for name, part in parts.items() if part > 0.05 * cost.total)
     where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device) if device.type == "cuda" else "device"
@@ -202,6 +201,10 @@ def describe_cost(work: Work, speeds: Speeds, task: str, device: torch.device) -
     yield (
         f"{count(round(cost.tokens))} sampled tokens; {cost.disk / GIB:.2f} GiB of disk for checkpoints and rollouts"
     )
+
+
+def rounded(seconds: float) -> str:
+    return f"{seconds:.2g}" if seconds < 100 else f"{seconds:,.0f}"
 
 
 def shorter(work: Work, speeds: Speeds, cost: Prediction, device: torch.device) -> str:

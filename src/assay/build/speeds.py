@@ -17,8 +17,8 @@ from assay.training.learner.learner import solution_rows
 from assay.training.run import TrainingRun
 from assay.types import Finish, Group, Prompt, Status, Verdict
 
-ROWS = {"cpu": 64, "cuda": 1024}  # largest number of sequences that are decoded in a measurement
-FEW_ROWS, FEW_POSITIONS, MOST_POSITIONS = 4, 8, 64
+FEW_ROWS, MOST_ROWS = 4, 1024  # sequences that are decoded in a measurement
+FEW_POSITIONS, MOST_POSITIONS = 8, 64
 DECODE_S, SAMPLE_S, UPDATE_S = 4.0, 15.0, 6.0  # longest measurements of decoding, of a sample of answers, of updates
 SAMPLED_PROMPTS, SAMPLED_ANSWERS = 4, 4
 SHORTEST_SAMPLE = 8  # tokens
@@ -82,16 +82,17 @@ def measure_decoding(run: TrainingRun, prompts: Sequence[Prompt]) -> Line:
     ids = run.collector.renderer.all_prompt_ids(prompts[:1])[0]
     length = min(len(ids) + run.cfg.sampling.max_new_tokens // 2, engine.info.max_length - MOST_POSITIONS - 1)
     context = (ids * ceil(max(length, 1) / len(ids)))[: max(length, 1)]
-    rows = min(train.prompts * train.samples, engine.info.max_batch, ROWS.get(engine.info.device.type, ROWS["cpu"]))
+    rows = min(train.prompts * train.samples, engine.info.max_batch, MOST_ROWS)
 
     def per_position(count: int, positions: int) -> float:
         short, long = (generation_seconds(run, [context], count, tokens) for tokens in (1, positions + 1))
         return max(long - short, 0.1 * long) / positions
 
-    generation_seconds(run, [context], rows, 2)  # kernels are compiled, graphs captured
     few = min(FEW_ROWS, rows)
     few_s = per_position(few, FEW_POSITIONS)
-    positions = int(min(max(DECODE_S / (few_s * max(rows / few, 1)), 2), MOST_POSITIONS))
+    row_positions = DECODE_S / (few_s / few)  # if the time grows with the rows
+    rows = max(min(rows, int(row_positions / FEW_POSITIONS)), few)
+    positions = int(min(max(row_positions / rows, 2), MOST_POSITIONS))
     return Line.through((few, few_s), (rows, per_position(rows, positions)))
 
 
