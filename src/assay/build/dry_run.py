@@ -6,8 +6,6 @@ memory. `dry_run` (`assay train --dry-run`) builds the run and tries its parts.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,23 +16,24 @@ from typing import TypeVar
 import torch
 
 from assay.algos import Algorithm
-from assay.build.models import PRESET_LENGTH, activation_bytes, model_source
+from assay.build.models import activation_bytes, model_source
+from assay.build.preflight import model_spec
 from assay.build.problems import READ, build_algorithm, build_problems, take
 from assay.build.run import assemble, evaluation_prompts, has_rl_steps
 from assay.checks import Diagnosis
 from assay.checks.causes import now, ranked
-from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
+from assay.checks.settings import check_judge, check_settings, data_problems, settings_problems
 from assay.config import TrainConfig
 from assay.engine.base import BaseEngine, SamplingParams
 from assay.envs.base import Env, safe_step
 from assay.mesh import Mesh
 from assay.models import Decoder
 from assay.models.device import free_memory, pick_device, pick_dtype
-from assay.models.load import preset
 from assay.models.quantize import BLOCK
-from assay.models.spec import ModelSpec, spec_from_hf
+from assay.models.spec import ModelSpec
 from assay.rollout import Collector
 from assay.runs.console import Console
+from assay.runs.directory import check_writable
 from assay.system.awaiting import resolve
 from assay.tasks import Task
 from assay.tasks.registry import build_judge_pool
@@ -44,7 +43,6 @@ from assay.types import Group, Prompt, Status, UserError, Verdict, describe_user
 
 T = TypeVar("T")
 GIB = 2**30
-TYPICAL_VOCABULARY = 1_000  # of presets, whose vocabulary comes from the task
 TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized by `diagnose_config`
 PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
 MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
@@ -94,19 +92,6 @@ def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
         attempt(found, lambda: check_judge(judge, train[0]), "judge_fails")
     found += data_problems(cfg, train, evaluation_prompts(cfg, task), note=lambda text: None)
-
-
-def model_spec(cfg: TrainConfig) -> ModelSpec | None:
-    """The shape of the model, without its weights; None if it is not known here, as of a model on the hub."""
-    source = model_source(cfg.model, cfg.runs_dir)
-    if source.startswith(PRESET):
-        length = cfg.model.max_length or PRESET_LENGTH
-        return preset(source.removeprefix(PRESET), TYPICAL_VOCABULARY, length)
-    config = Path(source).expanduser() / "config.json"
-    try:
-        return spec_from_hf(json.loads(config.read_text())) if config.is_file() else None
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -> Diagnosis | None:
@@ -175,6 +160,7 @@ def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run and check its inputs without training. Yields the report line by line."""
+    check_writable(Path(cfg.runs_dir))
     mesh = start_mesh(cfg)
     source = model_source(cfg.model, cfg.runs_dir)
     run = assemble(cfg, console, source, mesh, time.perf_counter(), checked_texts=READ)
@@ -199,7 +185,6 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
             yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
         if learner.algo.needs.reference:
             load_reference(learner.updater, cfg, run.tokenizer, console)
-        check_writable(Path(cfg.runs_dir))
         sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
         if collector.env is not None:
             try_env(collector.env, prompts[0])
@@ -237,12 +222,6 @@ def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, pr
         sizes["KV cache"] = kv_bytes(policy.spec, engine.info.dtype) * length * min(engine.info.max_batch, sequences)
         sizes["activations"] = float(tokens * activation_bytes(policy.spec, updater.dtype, policy.recompute))
     return sizes | {"logits": 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)}
-
-
-def check_writable(runs_dir: Path) -> None:
-    folder = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{folder} is not writable: choose another folder with --runs_dir")
 
 
 def try_env(env: Env, prompt: Prompt) -> None:

@@ -100,7 +100,13 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
 
     if not is_complete(path, before, now):
         return ""
-    name, steps = run_argument(path), int(Run.open(path).read_summary().get("steps", 0))
+    name, summary = run_argument(path), Run.open(path).read_summary()
+    steps = int(summary.get("steps", 0))
+    if now.stop_early and "stopped_early" in summary:
+        return (
+            f"run {path.name} is finished ({plural(steps, 'step')}; {summary['stopped_early']}), and there is nothing "
+            f"to resume; to train longer: assay train --resume {name} --train.stop_early 0"
+        )
     if not (now.steps or now.epochs or now.budget):
         return f"run {path.name} is finished: to train the model further, start a run with --model run:{name}@last"
     key = "budget" if now.budget else "epochs" if now.epochs else "steps"

@@ -172,6 +172,8 @@ def is_complete(path: Path, before: LoopConfig, now: LoopConfig) -> bool:
     summary = run.read_summary()
     if not summary or run.state != "finished" or checkpoints.last_intact(path) != (summary.get("steps"), []):
         return False
+    if 0 < now.stop_early <= summary.get("stop_early", {}).get("evaluations", 0):
+        return True
     if now.epochs and not now.budget:  # whether there are more steps depends on the number of problems
         return now == before
     done = summary.get("answers" if now.budget else "steps", 0)

@@ -199,6 +199,8 @@ class TrainingRun:
         """Run the final evaluation, write the summary and the curves. Ranks other than the main one return {}."""
         cfg, state, recorder = self.cfg, self.state, self.recorder
         recorder.console.stop()
+        if why := self.schedule.early_stop(state):
+            recorder.console.note(why)
         self._save_unsaved()  # a custom loop may end before the last step
         self._measure_and_log("after")
         trains = self.schedule.total_steps > 0
@@ -220,6 +222,7 @@ class TrainingRun:
             "answers": state.answers,
             "seed": cfg.seed,
             **state.facts,
+            **({"stopped_early": why} if why else {}),
         }
         summary |= as_facts(recorder.diagnose(summary))
         self.directory.write_summary(summary)
@@ -335,6 +338,7 @@ class TrainingRun:
         state.unmeasured = metrics
         if self.cfg.eval.every and self.schedule.due(self.cfg.eval.every, state):
             metrics = metrics | self._measure("eval")
+            self.schedule.record_evaluation(state, metrics)
         state.unmeasured = None
         recorder.log(state, metrics | {"time/step": time.perf_counter() - recorder.step_started})
         self._notify("on_step", state.step, metrics)
