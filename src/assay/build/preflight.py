@@ -86,9 +86,7 @@ def try_algorithm(cfg: TrainConfig, prompts: Sequence[Prompt], verdict: Verdict)
     )
     out = algo.loss(batch)
     if faulty := non_finite_terms(metrics(out.sums)):
-        raise UserError(
-            f"{faulty} for invented answers with finite log-probabilities: fix algo.terms or algo.policy_loss"
-        )
+        raise UserError(f"{faulty} is not finite for invented answers: fix algo.terms or algo.policy_loss")
     out.total.backward()
     if logprobs.grad is None or not logprobs.grad.isfinite().all():
         raise UserError("the loss has a gradient that is not finite: fix algo.terms or algo.policy_loss")

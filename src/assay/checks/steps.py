@@ -28,6 +28,7 @@ from assay.checks.causes import (
 )
 from assay.runs.console import finite
 from assay.runs.directory import setting
+from assay.runs.metrics import non_finite_terms
 from assay.types import Status
 
 NEARLY_ALL = 0.9  # of the answers have the same problem: it is the cause, and not one of several
@@ -156,6 +157,9 @@ def explain_unchanged_weights(window: Window) -> Diagnosis:
             "check the advantage function (algo.advantage)",
         )
     if window.mean("optim/non_finite"):
+        if terms := non_finite_terms(window.rows[-1]):
+            what = f"every update {window.span} was skipped, because {terms} was not finite"
+            return Diagnosis("not_finite", what, "fix this term (algo.terms, algo.policy_loss)")
         return Diagnosis(
             "not_finite",
             f"every update {window.span} was skipped, because the loss or the gradient was not finite",

@@ -159,4 +159,4 @@ def non_finite_terms(metrics: Mapping[str, Any]) -> str:
         return ""
     losses = {key.removeprefix("loss/"): value for key, value in metrics.items() if key.startswith("loss/")}
     terms = {name: value for name, value in losses.items() if name != "total" and not math.isfinite(value or 0.0)}
-    return " and ".join(f"the loss term '{name}' is {value:g}" for name, value in terms.items())
+    return " and ".join(f"the loss term '{name}' ({value:g})" for name, value in terms.items())

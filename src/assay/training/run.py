@@ -122,7 +122,10 @@ class TrainingRun:
             key, lr = ("optim.lr", cfg.optim.lr) if step or not cfg.sft.steps else ("sft.lr", cfg.sft.lr)
             path, saved = self.directory.path, checkpoints.last(self.directory.path)
             start = "the start" if saved is None else f"the checkpoint of step {saved}, whose weights are finite,"
-            command = f"assay train --resume {shlex.quote(str(path))} --{key} {lr / 10:g}"
+            command = f"assay train --resume {shlex.quote(str(path))}"
+            if isinstance(error, NonFiniteError) and error.of_term:
+                raise UserError(f"{problem}: fix it, and resume from {start} with {command}") from error
+            command += f" --{key} {lr / 10:g}"
             raise UserError(
                 f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
                 "and check the model, and custom rewards, advantages or losses"
