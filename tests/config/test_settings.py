@@ -177,7 +177,10 @@ def complete(cfg: TrainConfig) -> AlgoConfig:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}}, "unknown key 'optimizer' in the settings: did you mean 'optim'?"),
+        (
+            {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}},
+            "unknown key 'optimizer' in the settings: did you mean 'optim'?",
+        ),
         ({"optimizer": "adamw"}, "did you mean 'optim'?"),
         ({"evaluation": {"foo": 1}}, "did you mean 'eval'?"),
         ({"trainer": {"total_epochs": 1}}, "verl's trainer.total_epochs is 'train.epochs' here"),

@@ -147,6 +147,8 @@ def last_checkpoint(cfg: TrainConfig, path: Path, mesh: Mesh, console: Console) 
             f"no checkpoint of {path} is intact ({problems[0]}): delete {path / 'checkpoints'} to start from step 0"
         )
     warnings = [f"{problem}: resuming from an earlier checkpoint" for problem in problems]
+    if step is None:
+        warnings.append(f"run {path.name} has no checkpoint yet: it starts anew, from step 0")
     if step is not None:
         warnings += changes_since_checkpoint(cfg, path, step)
         if checkpoints.saved_metrics(path, step) is None:

@@ -13,7 +13,7 @@ from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import load_settings
 from assay.runs.console import Console, asker, make_console, percent
 from assay.runs.directory import as_name
-from assay.runs.resolve import check_fixed, differences, is_complete, run_settings
+from assay.runs.resolve import check_fixed, differences, is_complete, resume_command, run_argument, run_settings
 from assay.types import UserError, plural
 
 if TYPE_CHECKING:
@@ -117,17 +117,12 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
     )
 
 
-def run_argument(path: Path) -> str:
-    """The name of a run in the default folder, or its path, as an argument for a shell."""
-    return path.name if path.parent == Path("runs") else shlex.quote(str(path))
-
-
 def run_training(training: TrainingRun, console: Console) -> int:
     from assay.build.execute import carried_out, check_updates
     from assay.training.loop import train
 
     path = training.directory.path
-    with carried_out(training, console, resume_command):
+    with carried_out(training, console, lambda run: resume_command(run.path)):
         summary = train(training)
     if summary:
         show(summary, path, console)
@@ -135,10 +130,6 @@ def run_training(training: TrainingRun, console: Console) -> int:
     if summary:
         check_updates(training)
     return 0
-
-
-def resume_command(training: TrainingRun) -> str:
-    return f"assay train --resume {run_argument(training.directory.path)}"
 
 
 def show(summary: dict[str, Any], path: Path, console: Console) -> None:
