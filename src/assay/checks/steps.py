@@ -145,6 +145,17 @@ def explain_equal_rewards(window: Window) -> Diagnosis:
     return Diagnosis("equal_in_groups", what, f"raise {window.now('sampling.temperature')}")
 
 
+def truncated_evaluation(share: float, max_new_tokens: int) -> Diagnosis | None:
+    """A cause if nearly all answers of an evaluation were cut off. `share`: of the answers."""
+    if share < NEARLY_ALL:
+        return None
+    what = f"{percent(share)} of the answers were cut off (at up to {max_new_tokens} tokens)"
+    remedy = (
+        "raise sampling.max_new_tokens (eval.max_new_tokens in assay eval), or ask for shorter answers in the prompt"
+    )
+    return Diagnosis("truncated", what, remedy)
+
+
 def explain_unchanged_weights(window: Window) -> Diagnosis:
     """Answers differ in reward, but no update has changed the weights."""
     lr = window.now("optim.lr")
