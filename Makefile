@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs
 VLLM_READY := .venv-vllm/.ready
-PIP := $(BIN)/pip install -q --disable-pip-version-check
+PIP := $(BIN)/pip install --disable-pip-version-check
 # A test process a core, each with one thread: models here are so small that threads only wait for each other.
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
@@ -59,6 +59,7 @@ format: $(READY)
 # assay with its required packages, for the demo
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("assay needs Python 3.11 or later; call make with PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "installing assay in $(VENV): some minutes, most of them for PyTorch"
 	$(PYTHON) -m venv $(VENV)
 	@# torch first and by its pin alone: a looser requirement could pull another build of it
 	$(PIP) -c constraints.txt torch

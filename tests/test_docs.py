@@ -456,3 +456,22 @@ def test_the_own_task_trains(
     capsys.readouterr()
     exec(block("start/quickstart.md", "python", "AutoModelForCausalLM"), {})
     assert "<user> sort f a d b <assistant>" in capsys.readouterr().out
+
+
+def test_the_table_of_extras_is_complete() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = table_rows("start/quickstart.md", "| extra | purpose |")
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row["extra"])} == set(extras)
+
+
+@pytest.mark.parametrize("start", ["README.md", "docs/index.md"])
+def test_the_readme_and_the_start_page_link_every_page(start: str) -> None:
+    page = ROOT / start
+    linked = {(page.parent / link.partition("#")[0]).resolve() for link in LINK.findall(page.read_text())}
+    missing = {path for path in (ROOT / "docs").rglob("*.md") if path != page} - linked
+    assert not missing
+
+
+@pytest.mark.parametrize("guide", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=lambda path: path.stem)
+def test_a_guide_has_at_most_1500_words(guide: Path) -> None:
+    assert len(guide.read_text().split()) <= 1_500

@@ -202,3 +202,25 @@ def test_the_blocks_about_engines_run_in_order(folder: Path, capsys: pytest.Capt
         if not code.startswith("# "):  # a file of the example, which tests/test_extending.py runs
             exec(code, names)
     assert names["answers"][0].finish in list(Finish) and "sample 1: " in capsys.readouterr().out
+
+
+def test_the_chat_template_of_models_md_renders_prompts(folder: Path) -> None:
+    settings = block("guides/models.md", "toml", "messages")
+    (folder / "run.toml").write_text(SMALL + 'task = "abacus"\neval.final_examples = 5\n' + settings)
+    assert main(["train", "run.toml", *ONE_STEP, "--eval.examples", "2"]) == 0
+    (line, *_) = (folder / "runs" / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    assert "<system> Think, then answer.\n<user> " in json.loads(line)["prompt"]
+
+
+def test_the_settings_of_curriculum_md_filter_prompts_and_stop_early(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = blocks(ROOT / "docs" / "guides" / "curriculum.md", "toml")
+    (folder / "run.toml").write_text(SMALL + 'task = {name = "abacus", args = {train_size = 4}}\n' + "\n".join(parts))
+    words = ["--train.prompts", "2", "--train.samples", "2", "--eval.final_examples", "2"]
+    words += ["--eval.every", "1", "--train.stop_early", "1", "--eval.examples", "2"]
+    assert main(["train", "run.toml", *words]) == 0
+    summary = json.loads((folder / "runs" / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2 and "stopped early" in summary["stopped_early"]
+    metrics = [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("prompts/within_reach" in row for row in metrics)

@@ -87,6 +87,7 @@ def hide_credentials(text: str) -> str:
 
 
 MAX_REWARD = 1e15  # in size: squares of much larger rewards overflow
+INVALID_REWARD = f"is not a finite number of at most {MAX_REWARD:g}"
 
 
 def is_valid_reward(reward: float) -> bool:

@@ -139,7 +139,7 @@ def test_token_norm_statistics_are_over_all_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_group_baselines_reject_single_samples(name: str) -> None:
-    with pytest.raises(UserError, match=r'raise samples .* advantage="batch_mean"'):
+    with pytest.raises(UserError, match=r'raise train.samples .* algo.advantage = "batch_mean"'):
         give(name, [[1.0, 0.0], [1.0]])
 
 

@@ -304,7 +304,7 @@ def test_group_recipes_reject_one_sample_per_prompt() -> None:
         if recipe in ("reinforce", "reinforce_pp", "remax", "ppo"):
             make_algorithm(recipe).check_samples(1)
         else:
-            with pytest.raises(UserError, match="raise samples"):
+            with pytest.raises(UserError, match=r"raise train\.samples"):
                 make_algorithm(recipe).check_samples(1)
 
 
@@ -495,7 +495,7 @@ def test_overrides_do_not_change_the_recipe() -> None:
         ("grpo", {"aggregate": "tokens"}, "did you mean 'token'"),
         ("grpo", {"clip_high": float("nan")}, "'clip_high'"),
         ("grpo", {"dual_clip": 0.9}, "dual_clip = 0.9"),
-        ("dapo", {"drop_zero_variance": False}, "set resample = 0, or drop_zero_variance = true"),
+        ("dapo", {"drop_zero_variance": False}, "set algo.resample = 0, or algo.drop_zero_variance = true"),
         ("grpo", {"correction_low": 3.0}, "correction_low = 3.0"),
         ("grpo", {"pass_rate_low": 0.9, "pass_rate_high": 0.5}, "pass_rate_low = 0.9"),
         ("grpo", {"entropy_target": "much"}, "'entropy_target'"),
@@ -504,8 +504,8 @@ def test_overrides_do_not_change_the_recipe() -> None:
         ("reinforce_pp", {"advantage": "batch_norm", "reward_kl_coef": 0.1}, "batch_mean, token_norm, none"),
         ("reinforce_pp", {"reward_kl_coef": 0.01, "step_credit": True}, "step_credit or discount"),
         ("reinforce_pp", {"reward_kl_coef": 0.01, "discount": 0.9}, "step_credit or discount"),
-        ("ppo", {"step_credit": True}, "step_credit, discount or greedy_baseline"),
-        ("remax", {"critic": True}, "step_credit, discount or greedy_baseline"),
+        ("ppo", {"step_credit": True}, "algo.step_credit, algo.discount or algo.greedy_baseline"),
+        ("remax", {"critic": True}, "algo.step_credit, algo.discount or algo.greedy_baseline"),
         ("bnpo", {"reward_kl_coef": 0.1}, "reward_kl_coef"),
         ("bnpo", {"soft_overlong_buffer": 0.2}, "soft_overlong_buffer = 0"),
         ("bnpo", {"greedy_baseline": True}, "greedy_baseline = false"),

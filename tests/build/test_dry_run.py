@@ -27,7 +27,7 @@ from assay.types import Message, Prompt, UserError
 
 def config(tmp_path: Path, **changes: Any) -> TrainConfig:
     small = SmallRuns(tmp_path)
-    settings = {"reward.function": "", "train.prompts": 64, "train.samples": 4, **changes}
+    settings = {"reward.function": "", "train.prompts": 16, "train.samples": 16, **changes}
     return load_settings(TrainConfig, small.config, settings)
 
 
@@ -230,7 +230,7 @@ FAILURES: dict[str, tuple[list[object], str]] = {
     "a loss that returns a mean": (["--algo.policy_loss", "code.py:mean_loss"], "one value per token"),
     "a loss without gradient": (["--algo.policy_loss", "code.py:detached"], "no gradient"),
     "a loss with another signature": (["--algo.policy_loss", "code.py:wrong_signature"], "TypeError"),
-    "a loss that is not finite": (["--algo.policy_loss", "code.py:infinite"], "not finite in a trial update"),
+    "a loss that is not finite": (["--algo.policy_loss", "code.py:infinite"], "is not finite for invented answers"),
     "an environment whose step raises": (["--env", "code.py:Broken"], "ZeroDivisionError"),
 }
 

@@ -14,12 +14,12 @@ from small_run import SmallRuns
 from assay.build import models as policy_module
 from assay.build import run as run_module
 from assay.build.cost import memory_by_purpose
-from assay.build.dry_run import check_writable
 from assay.build.run import new_run
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import checkpoints
 from assay.runs.console import Console
+from assay.runs.directory import check_writable
 from assay.training.learner.update import Updater
 from assay.types import UserError
 

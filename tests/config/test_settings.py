@@ -172,3 +172,22 @@ def test_written_settings_leave_to_the_recipe_what_was_left_to_it(tmp_path: Path
 
 def complete(cfg: TrainConfig) -> AlgoConfig:
     return build_algorithm(cfg).settings
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}},
+            "unknown key 'optimizer' in the settings: did you mean 'optim'?",
+        ),
+        ({"optimizer": "adamw"}, "did you mean 'optim'?"),
+        ({"evaluation": {"foo": 1}}, "did you mean 'eval'?"),
+        ({"trainer": {"total_epochs": 1}}, "verl's trainer.total_epochs is 'train.epochs' here"),
+    ],
+    ids=str,
+)
+def test_other_names_of_sections_lead_to_the_section(words: dict, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_settings(TrainConfig, None, words)
+    assert message in str(caught.value).replace("on the command line", "in the settings")

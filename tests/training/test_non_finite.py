@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_run import SmallRuns, mostly_slow
 
+from assay.build import preflight
 from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
@@ -41,7 +42,9 @@ def loss(logprobs, behaviour, advantages, low, high):
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> SmallRuns:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
+    """Its losses are not tried before the run, which counts their calls."""
+    monkeypatch.setattr(preflight, "has_own_code", lambda cfg: False)
     small = SmallRuns(tmp_path)
     (tmp_path / "loss.py").write_text(LOSS)
     return small
@@ -59,7 +62,8 @@ def test_a_run_of_which_every_update_was_skipped_is_saved_and_fails(
     assert train(small, "nan all", "--train.steps", 2) == 2
     assert small.summary()["steps"] == checkpoints.last(small.runs / "small") == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "every update was skipped" in error and "optim.lr" in error
+    assert "every update was skipped, because the loss term 'policy' (nan) was not finite" in error
+    assert "fix it" in error and "optim.lr" not in error
 
 
 @pytest.mark.parametrize("poison", mostly_slow(["nan", "gradient"], quick=["gradient"]))
@@ -71,7 +75,7 @@ def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
     rows = {row["step"]: row for row in small.metrics() if "optim/lr" in row}
     assert [rows[step]["optim/non_finite"] for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
     assert sorted(path.name for path in (run / "skipped").glob("*.json")) == [f"step-00000{n}.json" for n in (2, 4, 5)]
-    what = "the gradient" if poison == "gradient" else "the loss"
+    what = "the gradient" if poison == "gradient" else "the loss term 'policy' (nan)"
     assert f"warning: {what} is not finite: this update is skipped" in capsys.readouterr().out
     for step in (2, 4, 5):
         assert read_rollouts(run, step, "skipped") == read_rollouts(run, step)  # rewards and advantages included
@@ -87,8 +91,9 @@ def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
 def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
     said = capsys.readouterr().err.strip()
-    assert said.count("\n") == 0 and "the loss was not finite for 2 steps in a row (loss nan" in said
-    assert f"saved in {small.runs / 'small' / 'skipped'}" in said and "optim.lr" in said
+    assert said.count("\n") == 0 and "the loss term 'policy' (nan) was not finite for 2 steps in a row" in said
+    assert f"saved in {small.runs / 'small' / 'skipped'}" in said and "optim.lr" not in said
+    assert "fix it, and resume from the checkpoint of step 4, whose weights are finite, with assay train" in said
     assert [row["step"] for row in small.metrics() if "optim/lr" in row] == [1, 2, 3, 4, 5]  # the last one is logged
     assert small.resume("small") == 2  # from step 4, which was skipped: one more and it stops again
     assert small.resume("small", "--train.max_skipped", 0, "--optim.lr", 1e-4) == 0
@@ -154,7 +159,7 @@ def test_too_many_consecutive_skipped_steps_end_a_warm_start(
     monkeypatch.setattr(learner, "solution_rows", lambda *a: [learner.replace(r, advantage=math.nan) for r in rows(*a)])
     assert small.train("--sft.steps", 9, "--sft.batch", 2, "--train.max_skipped", 4) == 2
     said = capsys.readouterr().err
-    assert "the loss was not finite for 4 steps in a row" in said
+    assert "the loss term 'policy' (nan) was not finite for 4 steps in a row" in said
     assert [row["sft/skipped"] for row in small.metrics() if "sft/step" in row] == [1.0] * 4
     command = shlex.split(said[said.index("assay train") : said.index(", or")])
     assert command[-2:] == ["--sft.lr", "1e-06"]

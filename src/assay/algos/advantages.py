@@ -57,8 +57,8 @@ def advantage(*traits: Trait) -> Callable[[Advantage], Advantage]:
 
 def group_size_error(name: str) -> UserError:
     return UserError(
-        f'advantage="{name}" compares the samples of one prompt and needs at least two of them: '
-        'raise samples to 2 or more, or pick advantage="batch_mean".'
+        f'algo.advantage = "{name}" compares the samples of one prompt and needs at least two of them: '
+        'raise train.samples to 2 or more, or set algo.advantage = "batch_mean".'
     )
 
 

@@ -94,7 +94,8 @@ class ZeroVarianceFilter(Component[AlgoConfig]):
         resample = self.settings.resample
         if resample > 0 and not (self.settings.drop_zero_variance or self.own_filter):
             raise UserError(
-                f"resample = {resample} replaces dropped groups: set resample = 0, or drop_zero_variance = true."
+                f"algo.resample = {resample} replaces dropped groups: set algo.resample = 0, or "
+                "algo.drop_zero_variance = true."
             )
 
     def matches(self, group: Group) -> bool:
@@ -231,7 +232,8 @@ class Algorithm:
         dynamic = self.settings.refresh_reference > 0 or self.settings.reference_ema > 0
         if dynamic and not self.needs.reference:
             raise UserError(
-                "algo.refresh_reference and algo.reference_ema need a reference: set algo.kl_coef or reward_kl_coef"
+                "algo.refresh_reference and algo.reference_ema need a reference: set algo.kl_coef or "
+                "algo.reward_kl_coef"
             )
         if self.settings.refresh_reference and self.settings.reference_ema:
             raise UserError("algo.refresh_reference and algo.reference_ema are both set: keep one of them")
@@ -321,7 +323,7 @@ class Algorithm:
         """Weight of the tokens of each sequence of a global batch (see `component.token_weights`)."""
         mode, limit = self.settings.aggregate, self.limits.max_new_tokens
         if mode == "constant" and limit < 1:
-            raise UserError('aggregate="constant" divides by max_new_tokens: set max_new_tokens.')
+            raise UserError('algo.aggregate = "constant" divides by sampling.max_new_tokens: set it.')
         return token_weights(lengths, mode, limit)
 
     def loss(self, batch: LossBatch) -> LossOut:

@@ -350,7 +350,7 @@ def require_name(kind: str, name: str, names: Iterable[str]) -> None:
 def check_order(settings: Section, low_name: str, high_name: str) -> None:
     low, high = getattr(settings, low_name), getattr(settings, high_name)
     if low > high:
-        raise UserError(f"{low_name} = {low} must not be above {high_name} = {high}.")
+        raise UserError(f"algo.{low_name} = {low} must not be above algo.{high_name} = {high}.")
 
 
 def find_function(kind: str, choice: Any, named: Mapping[str, Any], load: Loader) -> Any:

@@ -77,7 +77,7 @@ def log_ratios(groups: Sequence[Group], ref_logprobs: Sequence[Sequence[float]])
             raise UserError(
                 f"the reference gives a token in the answer to {rollout.prompt.id} (sample {rollout.sample}) "
                 "probability 0, so the KL in the reward is infinite: choose a reference that blocks no tokens, "
-                "or use kl_coef with k3."
+                "or use algo.kl_coef with algo.kl = 'k3'."
             )
         turns = [turn.completion.engine_logprobs for turn in rollout.turns if not turn.masked]
         ratios.append([logprob - reference for logprob, reference in zip(chain.from_iterable(turns), ref, strict=True)])
@@ -118,24 +118,24 @@ class AdvantageCredit(CreditRule):
         suited = [name for name, rule in ADVANTAGES.items() if {"accepts_tokens", "unscaled"} & set(TRAITS[rule])]
         if by_token and settings.advantage not in suited:
             raise UserError(
-                f'reward_kl_per = "token" needs an advantage function for single tokens: use {", ".join(suited)}, '
-                'or reward_kl_per = "sequence".'
+                f'algo.reward_kl_per = "token" needs an advantage function for single tokens: use {", ".join(suited)}, '
+                'or algo.reward_kl_per = "sequence".'
             )
         if by_token and (settings.step_credit or settings.discount != 1):
             raise UserError(
-                'reward_kl_per = "token" cannot be combined with step_credit or discount: remove them, '
+                'algo.reward_kl_per = "token" cannot be combined with algo.step_credit or algo.discount: remove them, '
                 'or use reward_kl_per = "sequence".'
             )
         if settings.advantage != "beta_norm":
             return
         penalised = settings.soft_overlong_buffer > 0 and settings.soft_overlong_weight > 0
         for added, instead in (
-            (settings.reward_kl_coef > 0, "reward_kl_coef = 0, or kl_coef instead of it"),
-            (penalised, "soft_overlong_buffer = 0, or mask_overlong = true instead of it"),
-            (settings.greedy_baseline, "greedy_baseline = false"),
+            (settings.reward_kl_coef > 0, "algo.reward_kl_coef = 0, or algo.kl_coef instead of it"),
+            (penalised, "algo.soft_overlong_buffer = 0, or algo.mask_overlong = true instead of it"),
+            (settings.greedy_baseline, "algo.greedy_baseline = false"),
         ):
             if added:  # the mean reward of a group would not be a success probability
-                raise UserError(f'advantage="beta_norm" interprets rewards as success rates: set {instead}.')
+                raise UserError(f'algo.advantage = "beta_norm" interprets rewards as success rates: set {instead}.')
 
     def check_samples(self, samples: int) -> None:
         if samples < 2 and "compares_group" in self.traits:
@@ -275,7 +275,8 @@ class CriticCredit(CreditRule):
     def check(self) -> None:
         if self.settings.step_credit or self.settings.discount != 1 or self.settings.greedy_baseline:
             raise UserError(
-                "algo.critic cannot be combined with step_credit, discount or greedy_baseline: remove them."
+                "algo.critic cannot be combined with algo.step_credit, algo.discount or algo.greedy_baseline: "
+                "remove them."
             )
 
     def check_replay(self) -> None:

@@ -263,7 +263,7 @@ class PolicyGradient(LossTerm[AlgoConfig]):
 
     def check(self) -> None:
         if 0 < self.settings.dual_clip <= 1:
-            raise UserError(f"dual_clip = {self.settings.dual_clip} must be above 1, e.g. 3, or 0 for none.")
+            raise UserError(f"algo.dual_clip = {self.settings.dual_clip} must be above 1, e.g. 3, or 0 for none.")
 
     def check_replay(self) -> None:
         self._check_ratio("so groups of earlier steps cannot be replayed: set")
@@ -345,8 +345,8 @@ class ReferenceKL(LossTerm[ReferenceKLConfig]):
     def check(self) -> None:
         if self.settings.kl is None:
             raise UserError(
-                f'kl_coef = {self.settings.kl_coef} needs an estimator: set kl = "k3" or "k2" '
-                "(or reward_kl_coef instead, for a KL in the reward)."
+                f'algo.kl_coef = {self.settings.kl_coef} needs an estimator: set algo.kl = "k3" or "k2" '
+                "(or algo.reward_kl_coef instead, for a KL in the reward)."
             )
 
     def per_token(self, batch: LossBatch) -> TermOutput:

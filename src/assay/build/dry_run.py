@@ -6,8 +6,6 @@ memory. `dry_run` (`assay train --dry-run`) builds the run and tries its parts.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,22 +28,23 @@ from assay.build.cost import (
     predict,
     quantized_bytes,
 )
-from assay.build.models import PRESET_LENGTH, model_source
+from assay.build.models import model_source
+from assay.build.preflight import model_spec
 from assay.build.problems import READ, build_algorithm, build_problems, take
 from assay.build.run import assemble, evaluation_prompts, has_rl_steps
 from assay.build.speeds import measure, with_trial_rewards
 from assay.checks import Diagnosis
 from assay.checks.causes import now, ranked
-from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
+from assay.checks.settings import check_judge, check_settings, data_problems, settings_problems
 from assay.config import TrainConfig
 from assay.engine.base import SamplingParams
 from assay.envs.base import Env, safe_step
 from assay.mesh import Mesh
 from assay.models.device import free_memory, pick_device, pick_dtype
-from assay.models.load import preset
-from assay.models.spec import ModelSpec, spec_from_hf
+from assay.models.spec import ModelSpec
 from assay.rollout import Collector
 from assay.runs.console import Console, count, duration
+from assay.runs.directory import check_writable
 from assay.system.awaiting import resolve
 from assay.tasks import Task
 from assay.tasks.registry import build_judge_pool
@@ -55,7 +54,6 @@ from assay.types import Prompt, Status, UserError, describe_user_error, plural
 
 T = TypeVar("T")
 GIB = 2**30
-TYPICAL_VOCABULARY = 1_000  # of presets, whose vocabulary comes from the task
 TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized by `diagnose_config`
 PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
 MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
@@ -107,19 +105,6 @@ def check_task(cfg: TrainConfig, task: Task, found: list[Diagnosis]) -> None:
     found += data_problems(cfg, train, evaluation_prompts(cfg, task), note=lambda text: None)
 
 
-def model_spec(cfg: TrainConfig) -> ModelSpec | None:
-    """The shape of the model, without its weights; None if it is not known here, as of a model on the hub."""
-    source = model_source(cfg.model, cfg.runs_dir)
-    if source.startswith(PRESET):
-        length = cfg.model.max_length or PRESET_LENGTH
-        return preset(source.removeprefix(PRESET), TYPICAL_VOCABULARY, length)
-    config = Path(source).expanduser() / "config.json"
-    try:
-        return spec_from_hf(json.loads(config.read_text())) if config.is_file() else None
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
 def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -> Diagnosis | None:
     """Compare what weights, optimizer, engine and references need with the free memory. Activations are not counted:
     micro-batches adapt to the memory that is left.
@@ -149,6 +134,7 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run, check its inputs and predict its cost, without training. Yields the report line by line."""
+    check_writable(Path(cfg.runs_dir))
     started = time.perf_counter()
     mesh = start_mesh(cfg)
     source = model_source(cfg.model, cfg.runs_dir)
@@ -174,7 +160,6 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
             yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
         if learner.algo.needs.reference:
             load_reference(learner.updater, cfg, run.tokenizer, console)
-        check_writable(Path(cfg.runs_dir))
         sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
         if collector.env is not None:
             try_env(collector.env, prompts[0])
@@ -234,12 +219,6 @@ def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> 
         )
     else:
         yield "all checks passed"
-
-
-def check_writable(runs_dir: Path) -> None:
-    folder = next(p for p in (runs_dir, *runs_dir.absolute().parents) if p.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{folder} is not writable: choose another folder with --runs_dir")
 
 
 def try_env(env: Env, prompt: Prompt) -> None:

@@ -18,6 +18,7 @@ from assay.runs import Run, checkpoints
 from assay.runs.console import Console, is_distributed, is_main
 from assay.runs.directory import read_metrics
 from assay.runs.files import disk_error, read_json, write_text
+from assay.runs.metrics import non_finite_terms
 from assay.training.run import TrainingRun
 from assay.types import UserError
 
@@ -73,11 +74,14 @@ def carried_out(training: TrainingRun, console: Console, resume: Callable[[Train
 def check_updates(training: TrainingRun) -> None:
     """Raise if a complete run has changed no weights because of values that were not finite."""
     path = training.directory.path
-    if every_update_skipped(read_metrics(path)):
+    rows = read_metrics(path)
+    if every_update_skipped(rows):
+        remedy = "lower optim.lr, set dtype = 'float32', or check custom weights, rewards, advantages or losses"
+        if terms := non_finite_terms(next(row for row in reversed(rows) if "optim/updates" in row)):
+            remedy = "fix it"
         raise UserError(
-            f"the run is complete, but every update was skipped, because the loss or the gradient was not finite; its "
-            f"batches are saved in {path / 'skipped'}: lower optim.lr, set dtype = 'float32', or check custom weights, "
-            "rewards, advantages or losses, and start a new run"
+            f"the run is complete, but every update was skipped, because {terms or 'the loss or the gradient'} was not "
+            f"finite; its batches are saved in {path / 'skipped'}: {remedy}, and start a new run"
         )
 
 

@@ -221,6 +221,7 @@ def measure(
     """Sample and judge the answers of one model."""
     from assay.build.models import build_collector
     from assay.build.problems import unknown_prompt_words
+    from assay.checks.steps import truncated_evaluation
     from assay.evals.report import evaluate
     from assay.integrations.openai import OpenAIEngine
     from assay.rewards import JudgePanel
@@ -234,6 +235,8 @@ def measure(
     with collector.judge:
         report, groups = evaluate(collector, prompts, params, cfg.seed)
     warn_of_failures(model, groups, console)
+    if cause := truncated_evaluation(float(report.truncated.mean()), params.max_new_tokens):
+        console.warn(f"{model}: {cause}")
     if isinstance(engine, OpenAIEngine):
         console.note(f"{model}: {engine.usage}")
     if isinstance(collector.judge, JudgePanel):

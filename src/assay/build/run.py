@@ -28,6 +28,7 @@ from assay.build.models import (
     prepare_policy,
     set_up_threads,
 )
+from assay.build.preflight import check_before_loading, check_reference
 from assay.build.problems import (
     build_algorithm,
     build_demonstrations,
@@ -37,7 +38,14 @@ from assay.build.problems import (
     take,
 )
 from assay.build.trust import remember_trust
-from assay.checks.settings import PRESET, check_judge, check_settings, data_problems, settings_problems
+from assay.checks.settings import (
+    PRESET,
+    check_judge,
+    check_settings,
+    check_sizes,
+    data_problems,
+    settings_problems,
+)
 from assay.config import RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
@@ -46,6 +54,7 @@ from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
+from assay.runs.directory import check_name, check_writable, free_name
 from assay.runs.resolve import changes_since_checkpoint
 from assay.tasks import Task
 from assay.tasks.base import NoSuchSplit, prompts_of
@@ -73,18 +82,30 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     """Build a run from its settings. Errors in the settings are raised before the run directory is created."""
     started = time.perf_counter()
     mesh = start_mesh(cfg)
+    planned = mesh.on_main(lambda: planned_name(cfg, console))
     run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
     if run.learner.algo.needs.reference:
         load_reference(run.learner.updater, cfg, run.tokenizer, console)
     inherit_replay(run)
     mesh.barrier()  # if one rank fails, all ranks end before the run directory is created
     run.directory.path = mesh.on_main(lambda: Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(run.cfg)).path)
-    if cfg.name and run.directory.name != cfg.name:
-        console.note(f"{cfg.name} exists: this run is {run.directory.name}")
+    if run.directory.name != planned:  # another process has created a run of this name meanwhile
+        console.note(f"{planned} exists: this run is {run.directory.name}")
     if mesh.is_main:
         remember_trust(cfg, started=True)
     run.recorder.open()
     return run
+
+
+def planned_name(cfg: TrainConfig, console: Console) -> str:
+    """The name of the new run. Raises unless the run can be created."""
+    wanted = cfg.name or "run"
+    check_name(wanted)
+    check_writable(Path(cfg.runs_dir))
+    name = free_name(Path(cfg.runs_dir), wanted)
+    if name != wanted:
+        console.note(f"{wanted} exists: this run is {name}")
+    return name
 
 
 def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
@@ -126,6 +147,8 @@ def last_checkpoint(cfg: TrainConfig, path: Path, mesh: Mesh, console: Console) 
             f"no checkpoint of {path} is intact ({problems[0]}): delete {path / 'checkpoints'} to start from step 0"
         )
     warnings = [f"{problem}: resuming from an earlier checkpoint" for problem in problems]
+    if step is None:
+        warnings.append(f"run {path.name} has no checkpoint yet: it starts anew, from step 0")
     if step is not None:
         warnings += changes_since_checkpoint(cfg, path, step)
         if checkpoints.saved_metrics(path, step) is None:
@@ -204,11 +227,15 @@ def assemble(
     task, train, evaluations = load_problems(cfg, console)
     # Before the model, which may take minutes to load.
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
-        check_judge(judge, train[0])
+        verdict = check_judge(judge, train[0], console.warn)
+    check_before_loading(cfg, algo, train, verdict)
+    if directory is None:  # a resumed run may have its own copy
+        check_reference(cfg, algo)
     tokenizer = build_tokenizer(cfg.model, source, task)
     renderer = build_renderer(cfg.prompt, tokenizer, task)
     train = select_prompts(train, cfg, renderer, console)
     policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
+    check_sizes(cfg, policy.max_length)  # again: of a model on the hub, the size was not known before
     set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     for cause in settings_problems(cfg, algo, task, policy.parameter_count):
         console.warn(str(cause))

@@ -21,7 +21,7 @@ from assay.runs.directory import check_name, setting
 from assay.runs.trackers import check_trackers
 from assay.tasks import Task
 from assay.tasks.base import LazyPrompts, overlap
-from assay.types import Problem, Prompt, UserError, Verdict, plural
+from assay.types import INVALID_REWARD, Problem, Prompt, Status, UserError, Verdict, plural
 
 if TYPE_CHECKING:
     from assay.algos import Algorithm, RunFacts
@@ -31,14 +31,44 @@ PRESET = "preset:"  # in front of the name of a model that is not trained yet
 PRESET_TOKENIZERS = ("words", "characters")  # values of model.tokenizer that name no tokenizer
 
 
+MAX_ANSWERS = 1_000_000  # per step; published runs use hundreds to thousands
+
+
 def check_settings(cfg: TrainConfig) -> None:
-    """Raise a `UserError` if the settings of trackers, name or adapters are invalid."""
+    """Raise a `UserError` if settings are invalid or contradict each other."""
     check_trackers(cfg.log)
     check_name(cfg.name or "run")
     if cfg.lora.quantize and not cfg.lora.rank:
         raise UserError(
             Problem("lora.quantize freezes the weights, and nothing would be trained", "set lora.rank above 0")
         )
+    answers = cfg.train.prompts * cfg.train.samples
+    if answers > MAX_ANSWERS:
+        sizes = f"{cfg.train.prompts:,} prompts x {cfg.train.samples:,} samples"
+        what = f"{sizes} are {answers:,} answers per step, more than {MAX_ANSWERS:,}"
+        raise UserError(Problem(what, "lower train.prompts or train.samples"))
+    if cfg.train.stop_early and (not cfg.eval.every or cfg.eval.split == "test"):
+        what = "train.stop_early needs periodic evaluations on problems that are not the test split"
+        raise UserError(Problem(what, "set eval.every, and eval.split = 'validation'"))
+
+
+def check_sizes(cfg: TrainConfig, context: int, hidden: int = 0) -> None:
+    """Raise if answers cannot fit into the context of the model, or adapters are larger than what they adapt.
+
+    `context`: longest sequence of the model; `hidden`: its width, if it is known.
+    """
+    context = min(cfg.model.max_length or context, context)
+    for key, tokens in (
+        ("sampling.max_new_tokens", cfg.sampling.max_new_tokens),
+        ("eval.max_new_tokens", cfg.eval.max_new_tokens),
+    ):
+        if tokens > context:
+            more = "" if context < cfg.model.max_length else ", or raise model.max_length"
+            what = f"{key} = {tokens:,} is more than the context of {context:,} tokens, which holds the prompt as well"
+            raise UserError(Problem(what, f"lower it{more}"))
+    if 0 < hidden < cfg.lora.rank:
+        what = f"lora.rank = {cfg.lora.rank:,} is above the width of the model, {hidden:,}"
+        raise UserError(Problem(what, "lower it, e.g. to 16, or set it to 0 to train all weights"))
 
 
 def settings_problems(
@@ -110,11 +140,18 @@ def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple
         )
 
 
-def check_judge(judge: Judging, prompt: Prompt) -> Verdict:
-    """Raise if the judge fails on every answer. Returns the verdict on an empty answer."""
+def check_judge(judge: Judging, prompt: Prompt, warn: Callable[[str], None] | None = None) -> Verdict:
+    """Raise if the judge fails on every answer, `warn` if it fails on some. Returns the verdict on an empty answer."""
     texts = ("", prompt.answer, prompt.solution or prompt.answer)
     (verdicts,) = judge.judge_groups([(texts, prompt.answer, judge.fields(prompt))])
     check_verdicts(verdicts)
+    if invalid := next((verdict.detail for verdict in verdicts if INVALID_REWARD in verdict.detail), ""):
+        raise UserError(f"judging an answer to {prompt.id} failed ({invalid}): scale the rewards down")
+    failed = [(text, v) for text, v in zip(texts, verdicts, strict=True) if v.status in (Status.ERROR, Status.TIMEOUT)]
+    if failed and warn is not None:
+        text, verdict = failed[0]
+        what = f"judging the answer {text!r:.60} to {prompt.id} failed ({verdict.detail})"
+        warn(f"{what}, and answers that were not judged are not trained on")
     return verdicts[0]
 
 
@@ -135,6 +172,13 @@ def data_problems(
             sample = " (a sample: the split is endless)" if shared.sampled else ""
             evaluated = plural(shared.n_eval, f"{split} problem")
             note(f"no overlap between {shared.n_train_checked:,} train{sample} and {evaluated}")
+    if cfg.train.prompts > len(train):
+        problems = plural(len(train), "problem")
+        yield Diagnosis(
+            "risky_setting",
+            f"train.prompts = {cfg.train.prompts:,}, but the train split has {problems}, so each step repeats some",
+            f"lower train.prompts to at most {len(train):,}, or raise train.samples instead",
+        )
     splits = {cfg.eval.split_of(label): prompts for label, prompts in evaluations.items()}
     yield from repeated_ids(splits | {"train": train})
 

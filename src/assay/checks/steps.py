@@ -28,6 +28,7 @@ from assay.checks.causes import (
 )
 from assay.runs.console import finite
 from assay.runs.directory import setting
+from assay.runs.metrics import non_finite_terms
 from assay.types import Status
 
 NEARLY_ALL = 0.9  # of the answers have the same problem: it is the cause, and not one of several
@@ -144,6 +145,17 @@ def explain_equal_rewards(window: Window) -> Diagnosis:
     return Diagnosis("equal_in_groups", what, f"raise {window.now('sampling.temperature')}")
 
 
+def truncated_evaluation(share: float, max_new_tokens: int) -> Diagnosis | None:
+    """A cause if nearly all answers of an evaluation were cut off. `share`: of the answers."""
+    if share < NEARLY_ALL:
+        return None
+    what = f"{percent(share)} of the answers were cut off (at up to {max_new_tokens} tokens)"
+    remedy = (
+        "raise sampling.max_new_tokens (eval.max_new_tokens in assay eval), or ask for shorter answers in the prompt"
+    )
+    return Diagnosis("truncated", what, remedy)
+
+
 def explain_unchanged_weights(window: Window) -> Diagnosis:
     """Answers differ in reward, but no update has changed the weights."""
     lr = window.now("optim.lr")
@@ -156,6 +168,9 @@ def explain_unchanged_weights(window: Window) -> Diagnosis:
             "check the advantage function (algo.advantage)",
         )
     if window.mean("optim/non_finite"):
+        if terms := non_finite_terms(window.rows[-1]):
+            what = f"every update {window.span} was skipped, because {terms} was not finite"
+            return Diagnosis("not_finite", what, "fix this term (algo.terms, algo.policy_loss)")
         return Diagnosis(
             "not_finite",
             f"every update {window.span} was skipped, because the loss or the gradient was not finite",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -331,14 +332,17 @@ def parse_number(text: str, kind: type) -> Any:
 
 def answer_all(session: ChatSession, lines: Iterable[str]) -> int:
     """Without a user at the keyboard: handle every line; the exit code is 2 if one of them failed."""
-    code = 0
+    code, empty = 0, True
     for line in lines:
+        empty = empty and not line.strip()
         try:
             if not session.handle(line):
                 break
         except UserError as error:
             session.screen.error(str(error))
             code = 2
+    if empty:
+        raise UserError("no question: pipe in one per line, give --prompt TEXT, or start the chat in a terminal")
     return code
 
 
@@ -347,7 +351,9 @@ def converse(session: ChatSession) -> int:
     interrupts = 0  # consecutive ones: the first stops an answer or asks, the second exits
     while True:
         try:
-            line = input("> ")
+            if not sys.stdout.isatty():  # the prompt must not be part of piped answers
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = input("> " if sys.stdout.isatty() else "")
         except EOFError:
             print()
             return 0

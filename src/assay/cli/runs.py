@@ -13,7 +13,7 @@ from assay.runs.console import Console, one_line
 from assay.runs.curves import draw_comparison, draw_curves
 from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
 from assay.runs.files import to_json
-from assay.runs.resolve import PREFIX, find_run, split_tag
+from assay.runs.resolve import PREFIX, find_run, resume_command, split_tag
 from assay.types import UserError
 from assay.web.comparison import RunComparison, cells, describe
 
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{runs[0].path} cannot be read as a run: {problems[0]}")
     if not args.json:
         Console().table(*comparison.results())
+        print_resume_commands(facts)
         print_problems(facts)
     if len(runs) > 1 or args.json:
         compare(comparison, args.json, args.output or (picture_path(runs) if comparing else None))
@@ -82,6 +83,7 @@ def list_all(args: argparse.Namespace) -> int:
         for fact in facts:
             if fact["error"]:
                 print(f"{fact['run']} failed: {fact['error']}")
+        print_resume_commands(facts)
         print_problems(facts)
     return 0
 
@@ -94,6 +96,13 @@ def plot(runs: Sequence[Run]) -> int:
             raise UserError(f"{run.path} has no curves: there are no metrics yet, or matplotlib is not installed")
         print(path)
     return 0
+
+
+def print_resume_commands(facts: Sequence[Mapping[str, Any]]) -> None:
+    """How to resume runs that were stopped or killed."""
+    for fact in facts:
+        if fact["state"] in ("interrupted", "stopped"):
+            print(f"{fact['run']} was {fact['state']}; to resume it: {resume_command(Path(fact['path']))}")
 
 
 def print_problems(facts: Sequence[Mapping[str, Any]]) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import load_settings
-from assay.runs.console import Console, asker, make_console, percent
-from assay.runs.directory import as_name
-from assay.runs.resolve import check_fixed, differences, is_complete, run_settings
+from assay.runs.console import Console, asker, finite, make_console, percent
+from assay.runs.directory import RunFiles, as_name, setting
+from assay.runs.resolve import check_fixed, differences, is_complete, resume_command, run_argument, run_settings
 from assay.types import UserError, plural
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
+LATEST, NOTABLE = 10, 0.05  # training steps, and the difference in accuracy, that are compared with an evaluation
 HEADINGS = {"error": "no gain", "warning": "problem", "note": "note"}  # of causes, by severity
 
 
@@ -100,7 +101,13 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
 
     if not is_complete(path, before, now):
         return ""
-    name, steps = run_argument(path), int(Run.open(path).read_summary().get("steps", 0))
+    name, summary = run_argument(path), Run.open(path).read_summary()
+    steps = int(summary.get("steps", 0))
+    if now.stop_early and "stopped_early" in summary:
+        return (
+            f"run {path.name} is finished ({plural(steps, 'step')}; {summary['stopped_early']}), and there is nothing "
+            f"to resume; to train longer: assay train --resume {name} --train.stop_early 0"
+        )
     if not (now.steps or now.epochs or now.budget):
         return f"run {path.name} is finished: to train the model further, start a run with --model run:{name}@last"
     key = "budget" if now.budget else "epochs" if now.epochs else "steps"
@@ -111,17 +118,12 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
     )
 
 
-def run_argument(path: Path) -> str:
-    """The name of a run in the default folder, or its path, as an argument for a shell."""
-    return path.name if path.parent == Path("runs") else shlex.quote(str(path))
-
-
 def run_training(training: TrainingRun, console: Console) -> int:
     from assay.build.execute import carried_out, check_updates
     from assay.training.loop import train
 
     path = training.directory.path
-    with carried_out(training, console, resume_command):
+    with carried_out(training, console, lambda run: resume_command(run.path)):
         summary = train(training)
     if summary:
         show(summary, path, console)
@@ -129,10 +131,6 @@ def run_training(training: TrainingRun, console: Console) -> int:
     if summary:
         check_updates(training)
     return 0
-
-
-def resume_command(training: TrainingRun) -> str:
-    return f"assay train --resume {run_argument(training.directory.path)}"
 
 
 def show(summary: dict[str, Any], path: Path, console: Console) -> None:
@@ -143,19 +141,22 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
     for name, report in measured.items():
         if report is None:
             continue
-        rows.append([name, *accuracy_cells(report), f"{report['mean_length']:.0f}"])
+        rows.append([name, *accuracy_cells(report), f"{report['reward']:.3f}", f"{report['mean_length']:.0f}"])
         rows += [
-            [f"- {task}", *accuracy_cells(task_report), ""] for task, task_report in report.get("by_task", {}).items()
+            [f"- {task}", *accuracy_cells(task_report), "", ""]
+            for task, task_report in report.get("by_task", {}).items()
         ]
     steps = plural(summary["steps"] or summary.get("sft", {}).get("steps", 0), "step")
     title = f"{summary['task']}, {summary['split']} split, {summary['algorithm']}, {steps}"
-    console.table(title, ["", "accuracy", "95 % interval", "problems", "tokens"], rows)
+    console.table(title, ["", "accuracy", "95 % interval", "problems", "reward", "tokens"], rows)
     if paired := summary["paired"]:
         gain = summary["after"]["accuracy"] - summary["before"]["accuracy"]
         console.note(
             f"{100 * gain:+.1f} points; {plural(paired['gained'], 'problem')} gained, {paired['lost']} lost, "
             f"paired p = {paired['p_value']:.2g}; {summary['wall_s']:.0f} s in total"
         )
+    if text := explain_sampling(summary, RunFiles(path)):
+        console.note(text)
     console.note(f"saved in {path} (summary.json, curves.png, metrics.jsonl, ...)")
     causes = summary.get("diagnosis", [])
     show_causes(causes, console)
@@ -171,6 +172,22 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
         f"export run:{name}@last {shlex.quote(f'{path.name}-model')}",
     ):
         console.note(f"  assay {command}")
+
+
+def explain_sampling(summary: Mapping[str, Any], files: RunFiles) -> str:
+    """Why greedy evaluations and the sampled answers of training differ in accuracy; empty if they do not."""
+    config, rows = files.config(), [row for row in files.metrics() if finite(row, "reward/correct") is not None]
+    greedy = setting(config, "eval.temperature") == 0
+    if not rows or not greedy:
+        return ""
+    sampled = sum(row["reward/correct"] for row in rows[-LATEST:]) / len(rows[-LATEST:])
+    if abs(sampled - summary["after"]["accuracy"]) < NOTABLE:
+        return ""
+    steps = plural(len(rows[-LATEST:]), "step")
+    return (
+        f"evaluations take the most likely tokens (eval.temperature = 0); of the answers that training sampled at "
+        f"temperature {setting(config, 'sampling.temperature'):g} in its last {steps}, {percent(sampled)} are correct"
+    )
 
 
 def accuracy_cells(report: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ from assay.config.settings import (
     Table,
     Variable,
 )
+from assay.types import MAX_REWARD
 
 
 class ModelConfig(Section):
@@ -112,6 +113,9 @@ class PromptConfig(Section):
     """JSONL file of examples with question and solution columns; empty: examples come from the train split"""
 
 
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
 class RewardConfig(Section):
     """How answers are judged and rewarded."""
 
@@ -119,27 +123,27 @@ class RewardConfig(Section):
     """format of the final answer; empty: the task's default"""
     strict: bool = True
     """accept only that format, and only numbers where the gold answer is a number; false: accept other formats too"""
-    accuracy: Finite = 1.0
+    accuracy: Reward = 1.0
     """weight of correctness"""
-    format: Finite = 0.0
+    format: Reward = 0.0
     """weight of following the answer format, whether the answer is correct or not"""
     format_pattern: str = ""
     """regular expression for the format; empty: any completion with an extractable answer follows it"""
-    length: Finite = 0.0
+    length: Reward = 0.0
     """weight of brevity: 1 up to target_length characters, decreasing linearly to 0 at twice that length"""
     target_length: Positive = 1000
     """length in characters up to which reward.length gives its full value"""
-    correct: Finite = 1.0
+    correct: Reward = 1.0
     """correctness value of a correct answer"""
-    wrong: Finite = 0.0
+    wrong: Reward = 0.0
     """correctness value of a wrong answer"""
-    unparsable: Finite = 0.0
+    unparsable: Reward = 0.0
     """correctness value if no answer could be extracted"""
     function: Code = ""
     """instead of the task's judge: your own reward function as file.py:function, or 'judge': the model of [judge]"""
     functions: Annotated[list[str], Resource.CODE] = Field(default_factory=list)
     """several, added with reward.weights; 'task': the task's judge, 'judge': a model; the first decides accuracy"""
-    weights: list[Finite] = Field(default_factory=list)
+    weights: list[Reward] = Field(default_factory=list)
     """one weight per entry of reward.functions; empty: all 1"""
     workers: Count = 2
     """number of judge processes; 0: judge in the training process, without isolation"""
@@ -330,6 +334,8 @@ class LoopConfig(Section):
     """keep the reference model in CPU memory and move it to the GPU only while it computes log-probabilities"""
     process: Literal["same", "separate"] = "same"
     """separate: run each update in its own process, which frees all of its GPU memory; takes seconds to start"""
+    stop_early: Count = 0
+    """stop if N evaluations in a row are not above the 95 % interval of the last one that was; 0: never"""
     max_train_prompts: Count = 0
     """use only the first N prompts of the train split; 0: all"""
     max_prompt_tokens: Count = 0

@@ -294,6 +294,8 @@ def unknown_key(key: str, value: Any, kind: type[BaseModel], where: str) -> str:
     for name in leaves(key, value):
         if meaning := explain_foreign(name, valid):
             return f"unknown key '{name}' {where}: {meaning}"
+    if SECTIONS.get(key.lower()) in kind.model_fields:
+        return f"unknown key '{key}' {where}: did you mean '{SECTIONS[key.lower()]}'?"
     # Of equally similar keys, the first is suggested.
     valid.sort(key=lambda name: name.partition(".")[0] not in PRIMARY)
     if closest(key, valid) is None and (near := nearest_foreign(key)) and (meaning := explain_foreign(near, valid)):
@@ -335,6 +337,19 @@ def equivalents() -> list[Equivalent]:
     return [Equivalent(*row) for row in rows]
 
 
+SECTIONS = {  # other names of sections
+    "checkpoint": "save",
+    "data": "task",
+    "dataset": "task",
+    "environment": "env",
+    "evaluation": "eval",
+    "generation": "sampling",
+    "logging": "log",
+    "optimiser": "optim",
+    "optimizer": "optim",
+    "rollout": "sampling",
+    "trainer": "train",
+}
 PRIMARY = ("optim", "train", "sampling")  # sections that are meant if a key of several sections is given without one
 
 

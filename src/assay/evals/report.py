@@ -14,7 +14,7 @@ from assay.evals.stats import Paired, bootstrap, majority_at_k, paired_test, pas
 from assay.rollout import Collector
 from assay.types import TASK_LABEL, Group, Prompt, Status
 
-Outcome = tuple[Status, str | None, int, bool]  # status, parsed answer, number of tokens, truncated
+Outcome = tuple[Status, str | None, int, bool, float]  # status, parsed answer, number of tokens, truncated, reward
 READABLE = (Status.OK, Status.WRONG)  # the answer has the required format
 MAX_ANSWERS = 4096  # held in memory at the same time
 
@@ -29,12 +29,17 @@ class Report:
     statuses: list[list[Status]]
     lengths: np.ndarray  # [Q, n] tokens
     truncated: np.ndarray  # [Q, n] bool
+    rewards: np.ndarray  # [Q, n]
     tasks: list[str] = field(default_factory=list)  # label of each question's task, if several tasks are mixed
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Report:
         outcomes = [
-            [(v.status, v.parsed, r.length, r.truncated) for r in group.rollouts if (v := r.verdict) is not None]
+            [
+                (v.status, v.parsed, r.length, r.truncated, v.reward)
+                for r in group.rollouts
+                if (v := r.verdict) is not None
+            ]
             for group in groups
         ]
         tasks = [str(group.prompt.fields.get(TASK_LABEL, "")) for group in groups]
@@ -48,7 +53,13 @@ class Report:
         tasks: dict[int, str] = {}
         for line in lines:
             verdict, group = line["verdict"], line["group"]  # not by id: rows of a user's file may share an id
-            outcome = (Status(verdict["status"]), verdict["parsed"], line["length"], line["truncated"])
+            outcome = (
+                Status(verdict["status"]),
+                verdict["parsed"],
+                line["length"],
+                line["truncated"],
+                verdict["reward"],
+            )
             outcomes.setdefault(group, []).append(outcome)
             ids[group] = line["prompt_id"]
             tasks[group] = line.get("task", "")
@@ -61,8 +72,9 @@ class Report:
             correct=np.array([[status is Status.OK for status, *_ in row] for row in outcomes], dtype=bool),
             parsed=[[parsed for _, parsed, *_ in row] for row in outcomes],
             statuses=[[status for status, *_ in row] for row in outcomes],
-            lengths=np.array([[length for *_, length, _ in row] for row in outcomes]),
-            truncated=np.array([[truncated for *_, truncated in row] for row in outcomes], dtype=bool),
+            lengths=np.array([[length for _, _, length, *_ in row] for row in outcomes]),
+            truncated=np.array([[truncated for *_, truncated, _ in row] for row in outcomes], dtype=bool),
+            rewards=np.array([[reward for *_, reward in row] for row in outcomes], dtype=float),
             tasks=tasks if any(tasks) else [],
         )
 
@@ -83,6 +95,7 @@ class Report:
             "ci95": list(self.ci95),
             "n": questions,
             "samples": samples,
+            "reward": float(self.rewards.mean()),
             "mean_length": float(self.lengths.mean()),
             "truncated": float(self.truncated.mean()),
             "format": sum(status in READABLE for status in flat) / len(flat),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from assay.rewards.importing import load_object, normalized, register, registered, split_path
 from assay.system.awaiting import attempt, is_async, then
-from assay.types import MAX_REWARD, Status, UserError, Verdict, describe_user_error, is_valid_reward, plural
+from assay.types import INVALID_REWARD, Status, UserError, Verdict, describe_user_error, is_valid_reward, plural
 
 MAX_TEXT = 10_000  # characters of `parsed` and `detail` of a user's function
 NOT_APPLICABLE = "the reward function returned None: it does not apply to this answer"  # as in TRL
@@ -208,9 +208,7 @@ def as_verdict(result: Any) -> Verdict:
     """Convert what a user's function returned. Raises TypeError or ValueError if it is invalid."""
     verdict = result if isinstance(result, Verdict) else _new_verdict(result)
     if not is_valid_reward(verdict.reward):
-        raise ValueError(
-            f"the reward function returned {verdict.reward}, which is not a finite number of at most {MAX_REWARD:g}"
-        )
+        raise ValueError(f"the reward function returned {verdict.reward:g}, which {INVALID_REWARD}")
     return verdict
 
 

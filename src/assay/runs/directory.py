@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
 import tomllib
@@ -136,6 +137,16 @@ def as_name(text: str) -> str:
     return re.sub(r"[^\w.+=-]", "-", text).lstrip("-.+=") or "run"
 
 
+def check_writable(runs_dir: Path) -> None:
+    """Raise unless runs can be created in this folder, which need not exist yet. Access rights are not sufficient."""
+    folder = next(p for p in (runs_dir, *runs_dir.absolute().parents) if os.path.lexists(p))
+    try:
+        tempfile.TemporaryDirectory(prefix=".assay-", dir=folder).cleanup()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{folder} is not writable ({why}): choose another folder with --runs_dir") from None
+
+
 class Run:
     """The directory of one run. The process that creates or resumes it holds the lock until `close` or its end."""
 
@@ -153,8 +164,7 @@ class Run:
         check_name(name)
         try:
             make_folder(runs_dir)
-            candidates = (runs_dir / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-            run = cls(next(path for path in candidates if _claim(path, config_toml)))
+            run = cls(next(path for path in _candidates(runs_dir, name) if _claim(path, config_toml)))
             run.write_environment()
         except OSError as error:
             raise UserError(
@@ -338,6 +348,16 @@ def _metrics_lines(run_path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if line.value is None or not isinstance(line.value.get("step"), int):
                 raise UserError(f"{path}, line {line.number}: not a line of metrics; fix or delete it")
             yield line.content, line.value
+
+
+def free_name(runs_dir: Path, name: str) -> str:
+    """The name that a new run will get, unless another process takes it first: NAME, or NAME-2, ... if that exists."""
+    free = (path for path in _candidates(runs_dir, name) if not path.exists() or (path.is_dir() and _is_free(path)))
+    return next(free).name
+
+
+def _candidates(runs_dir: Path, name: str) -> Iterator[Path]:
+    return (runs_dir / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
 
 
 def _claim(path: Path, config_toml: str) -> bool:

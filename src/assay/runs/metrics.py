@@ -5,7 +5,10 @@ In a name, a part in capitals stands for several: `status/NAME` for `status/ok` 
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 METRICS: dict[str, dict[str, str]] = {
     "Rewards and groups": {
@@ -146,3 +149,14 @@ def meaning(metric: str) -> str | None:
         return listed[metric]
     patterns = ((_PLACEHOLDER.sub(lambda m: r"\d+" if m[0] in "NK" else r".+", name), name) for name in listed)
     return next((listed[name] for pattern, name in patterns if re.fullmatch(pattern, metric)), None)
+
+
+def non_finite_terms(metrics: Mapping[str, Any]) -> str:
+    """Terms of the loss whose value is not finite although the log-probabilities are, with their values; empty if
+    there are none: then the weights or the learning rate are the cause.
+    """
+    if not math.isfinite(metrics.get("policy/logprob") or 0.0):
+        return ""
+    losses = {key.removeprefix("loss/"): value for key, value in metrics.items() if key.startswith("loss/")}
+    terms = {name: value for name, value in losses.items() if name != "total" and not math.isfinite(value or 0.0)}
+    return " and ".join(f"the loss term '{name}' ({value:g})" for name, value in terms.items())

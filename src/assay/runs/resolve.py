@@ -5,6 +5,7 @@ A resumed run may change most settings: `check_fixed` refuses the others, `chang
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
@@ -87,12 +88,32 @@ def find_run(name: str, runs_dir: Path) -> Path:
     for path in (runs_dir / name, Path(name)):
         if name and is_run(path):
             return path
+        if name and (copy := saved_copy(path)):
+            raise UserError(
+                f"{path} has no {SETTINGS}: copy {copy} to {path / SETTINGS}, the settings of its last checkpoint"
+            )
         if problem := access_problem(path) or access_problem(runs_dir):
             raise UserError(problem)
     names = [run.name for run in list_runs(runs_dir)]
     if not names:
         raise UserError(f"unknown run '{name}': {runs_dir} has no runs yet; `assay train` creates one")
     raise unknown_name("run", name, names, where=f"in {runs_dir}", listed=names[-5:])
+
+
+def run_argument(path: Path) -> str:
+    """The name of a run in the default folder, or its path, as an argument for a shell."""
+    return path.name if path.parent == Path("runs") else shlex.quote(str(path))
+
+
+def resume_command(path: Path) -> str:
+    return f"assay train --resume {run_argument(path)}"
+
+
+def saved_copy(path: Path) -> Path | None:
+    """The settings in the last checkpoint of a run whose config.toml is missing; None if there are none."""
+    last = checkpoints.last(path)
+    copy = None if last is None else checkpoints.folder(path, last) / SETTINGS
+    return copy if copy is not None and copy.is_file() else None
 
 
 def _step_of(run_path: Path, source: str, tag: str) -> int:
@@ -172,6 +193,8 @@ def is_complete(path: Path, before: LoopConfig, now: LoopConfig) -> bool:
     summary = run.read_summary()
     if not summary or run.state != "finished" or checkpoints.last_intact(path) != (summary.get("steps"), []):
         return False
+    if 0 < now.stop_early <= summary.get("stop_early", {}).get("evaluations", 0):
+        return True
     if now.epochs and not now.budget:  # whether there are more steps depends on the number of problems
         return now == before
     done = summary.get("answers" if now.budget else "steps", 0)

@@ -9,17 +9,20 @@ At every level a worker is killed together with everything it started.
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import pickle
 import re
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import isawaitable
+from types import ModuleType
 from typing import Any, Literal
 
 from assay.system import isolation
@@ -44,6 +47,7 @@ _USER = "HOME USER LOGNAME SHELL XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFL
 _BASIC = f"CUDA_VISIBLE_DEVICES CUDA_HOME {_USER}".split()
 _PATTERN = re.compile(r"LC_[A-Z]+|[A-Z]+_NUM_THREADS")
 _outgoing: int | None = None  # in a worker: the pipe to the parent
+_paused = False  # in a worker: whether the time limit is paused
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,34 @@ def in_worker() -> bool:
 
 @contextmanager
 def time_limit_paused() -> Iterator[None]:
-    """Pause the time limit of the current item, once per worker: for imports that take longer than the item itself.
+    """Pause the time limit of the current item: for imports that take longer than the item itself.
 
-    Outside of a worker this does nothing.
+    The parent limits the sum of all pauses. Outside of a worker, and within another pause, this does nothing.
     """
-    if _outgoing is None:
+    global _paused
+    if _outgoing is None or _paused:
         yield
         return
+    _paused = True
     send_json(_outgoing, {"kind": "paused"})
     try:
         yield
     finally:
+        _paused = False
         send_json(_outgoing, {"kind": "resumed"})
+
+
+def pause_for_imports() -> None:
+    """From now on, the first import of a module in the main thread does not count against the time limit."""
+    original = builtins.__import__
+
+    def timed(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
+        if level or name in sys.modules or threading.current_thread() is not threading.main_thread():
+            return original(name, globals, locals, fromlist, level)
+        with time_limit_paused():
+            return original(name, globals, locals, fromlist, level)
+
+    builtins.__import__ = timed
 
 
 def main() -> None:
@@ -109,6 +129,8 @@ def main() -> None:
         return
     _outgoing = outgoing
     send_json(outgoing, {"kind": "ready", "missing": missing})
+    if settings.user_code:
+        pause_for_imports()
     try:
         while True:
             items = receive(incoming)

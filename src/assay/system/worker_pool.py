@@ -215,7 +215,7 @@ class _Worker(ChildProcess):
         arguments = ("assay.system.sandbox", json.dumps(options))
         super().__init__(*arguments, supervised=True, environment=settings.environment)
         self._settings = settings
-        self._was_paused = False
+        self._pause_left_s = START_LIMIT_S  # a worker must not stop its clock for as long as it likes
         self._messages = JsonReader(self.output)
         os.set_blocking(self.input, False)
 
@@ -244,15 +244,14 @@ class _Worker(ChildProcess):
         """Return the result of the item with this index. Raises TimeoutError, or one of LOST."""
         limit_s = self._settings.timeout_s + (GRACE_S if self._settings.concurrent else 0)
         deadline = time.monotonic() + limit_s
-        paused = False
+        left_s: float | None = None  # of the item's time, while its clock is stopped
         while True:
-            message = self._messages.receive(deadline)
-            if message["kind"] == "paused" and not self._was_paused:  # once: a worker must not stop its clock at will
-                self._was_paused = paused = True
-                deadline = time.monotonic() + START_LIMIT_S
-            elif message["kind"] == "resumed" and paused:
-                paused = False
-                deadline = time.monotonic() + limit_s
+            message, now = self._messages.receive(deadline), time.monotonic()
+            if message["kind"] == "paused" and left_s is None:
+                left_s, deadline = deadline - now, now + self._pause_left_s
+            elif message["kind"] == "resumed" and left_s is not None:
+                self._pause_left_s = deadline - now
+                deadline, left_s = now + left_s, None
             elif type(message.get("index")) is not int or message["index"] != index:
                 raise BadMessage("it is not the requested result")
             elif message["kind"] == "result":

@@ -247,7 +247,8 @@ def carve_validation(n: int, size: int, seed: int) -> tuple[list[int], list[int]
     """
     if size < 0 or (size and size >= n):
         raise UserError(
-            f"cannot carve {plural(size, 'validation problem')} from {n}: set val_size between 0 and {max(n - 1, 0)}"
+            f"cannot carve {plural(size, 'validation problem')} from {n}: "
+            f"set task.args.val_size between 0 and {max(n - 1, 0)}"
         )
     shuffled = seeded_shuffle(n, seed)
     return sorted(shuffled[size:]), shuffled[:size]

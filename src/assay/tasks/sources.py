@@ -301,7 +301,9 @@ class RowTask(Task):
         if split not in self._cache:
             self._cache[split] = [self._convert(row, origin) for row, origin in self._rows(split)]
         if not self._cache[split]:
-            raise NoSuchSplit(f"{self.source.name} has no {split} problems: set val_size, or add a file for the split")
+            raise NoSuchSplit(
+                f"{self.source.name} has no {split} problems: set task.args.val_size, or add a file for the split"
+            )
         return self._cache[split]
 
     def _convert(self, row: DataRow, origin: str) -> Prompt:
@@ -330,7 +332,7 @@ class RowTask(Task):
         if size and 2 * size >= len(rows):
             raise UserError(
                 f"{self.source.name} has {plural(len(rows), 'row')}, too few for {size} each of test and validation: "
-                f"set val_size between 0 and {max((len(rows) - 1) // 2, 0)}"
+                f"set task.args.val_size between 0 and {max((len(rows) - 1) // 2, 0)}"
             )
         rest, test = self._carved(rows, size)
         return test if split == "test" else self._carved(rest, size)[split == "validation"]

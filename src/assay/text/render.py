@@ -10,6 +10,7 @@ For endpoints that take messages or text, `MessageRenderer` returns these instea
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,6 +105,8 @@ class RawTemplate:
     """
 
     def __init__(self, template: str, escape: Callable[[str], str] = str) -> None:
+        if "{%" in template or re.search(r"\{\{-?\s*(messages|message|bos_token|content)\b", template):
+            raise UserError('prompt.template is a Jinja template: set prompt.style = "chat" to use it as chat template')
         self.pieces = _parse(template)
         self._escape = escape
         self.names = [name for _, name in self.pieces if name is not None]

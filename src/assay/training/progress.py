@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 from assay.config import LoopConfig
 from assay.mesh import Mesh
 from assay.tasks.base import UNLIMITED
-from assay.types import UserError
+from assay.types import UserError, plural
+
+STOP_EARLY = "stop_early"  # entry of `RunState.facts`: the best evaluation, and the number of evaluations since then
 
 
 @dataclass
@@ -43,11 +45,12 @@ class RunState:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length of a run: a number of steps, or a budget of sampled answers."""
+    """Length of a run: a number of steps, or a budget of sampled answers; or less, if it stops early."""
 
     total_steps: int
     answers_per_step: int = 1
     budget: int = 0  # answers; 0: the number of steps alone decides
+    patience: int = 0  # evaluations without improvement after which the run stops early; 0: never
 
     @classmethod
     def of(cls, cfg: LoopConfig, prompts: int) -> Schedule:
@@ -62,11 +65,34 @@ class Schedule:
             steps = -(-cfg.budget // answers)
         elif cfg.epochs:
             steps = -(-int(cfg.epochs * prompts) // cfg.prompts)
-        return cls(steps, answers, cfg.budget)
+        return cls(steps, answers, cfg.budget, cfg.stop_early)
 
     def done(self, state: RunState, answers: int = 0, ahead: int = 0) -> bool:
         """Whether the run is complete; with `answers` more answers, or `ahead` more steps, where given."""
-        return state.step + ahead >= self.total_steps or 0 < self.budget <= state.answers + answers
+        complete = state.step + ahead >= self.total_steps or 0 < self.budget <= state.answers + answers
+        return complete or bool(self.early_stop(state))
+
+    def record_evaluation(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """Count the periodic evaluations since the last one above the interval of the best one before it."""
+        if not self.patience:
+            return
+        best = state.facts.get(STOP_EARLY)
+        accuracy, high = metrics["eval/accuracy"], metrics["eval/high"]
+        if best is None or accuracy > best["high"]:
+            state.facts[STOP_EARLY] = {"step": state.step, "accuracy": accuracy, "high": high, "evaluations": 0}
+        else:
+            state.facts[STOP_EARLY] = {**best, "evaluations": best["evaluations"] + 1}
+
+    def early_stop(self, state: RunState) -> str:
+        """Why the run stops early; empty if it does not."""
+        best = state.facts.get(STOP_EARLY)
+        if best is None or not 0 < self.patience <= best["evaluations"]:
+            return ""
+        return (
+            f"stopped early (train.stop_early = {self.patience}): {plural(best['evaluations'], 'evaluation')} in a row "
+            f"did not exceed {best['high']:.3f}, the upper end of the 95 % interval of step {best['step']} "
+            f"(accuracy {best['accuracy']:.3f})"
+        )
 
     def due(self, every: int, state: RunState) -> bool:
         """Whether periodic work is due: every `every` steps (0: never) and at the end of the run."""

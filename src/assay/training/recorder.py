@@ -19,6 +19,7 @@ import torch
 from assay.algos import Algorithm
 from assay.checks import Diagnosis, diagnose, remember
 from assay.checks.diagnosis import diagnose_files, record_speed, with_examples
+from assay.checks.steps import truncated_evaluation
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
 from assay.evals.report import Report, compare, evaluate
@@ -239,6 +240,9 @@ class RunEvaluator:
         if self.collector.mesh.is_main:
             rollouts.write_rollouts(self.directory.path, step, groups, "eval", split=f"{label}-{split}")
         summary = report.summary()
+        cause = truncated_evaluation(summary["truncated"], params.max_new_tokens)
+        if cause and label in ("start", "before"):  # later, it is reported with the steps
+            self.console.warn(f"evaluation {label} training: {cause}")
         return {
             f"{label}/accuracy": report.accuracy,
             f"{label}/low": summary["ci95"][0],

@@ -122,7 +122,10 @@ class TrainingRun:
             key, lr = ("optim.lr", cfg.optim.lr) if step or not cfg.sft.steps else ("sft.lr", cfg.sft.lr)
             path, saved = self.directory.path, checkpoints.last(self.directory.path)
             start = "the start" if saved is None else f"the checkpoint of step {saved}, whose weights are finite,"
-            command = f"assay train --resume {shlex.quote(str(path))} --{key} {lr / 10:g}"
+            command = f"assay train --resume {shlex.quote(str(path))}"
+            if isinstance(error, NonFiniteError) and error.of_term:
+                raise UserError(f"{problem}: fix it, and resume from {start} with {command}") from error
+            command += f" --{key} {lr / 10:g}"
             raise UserError(
                 f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
                 "and check the model, and custom rewards, advantages or losses"
@@ -199,6 +202,8 @@ class TrainingRun:
         """Run the final evaluation, write the summary and the curves. Ranks other than the main one return {}."""
         cfg, state, recorder = self.cfg, self.state, self.recorder
         recorder.console.stop()
+        if why := self.schedule.early_stop(state):
+            recorder.console.note(why)
         self._save_unsaved()  # a custom loop may end before the last step
         self._measure_and_log("after")
         trains = self.schedule.total_steps > 0
@@ -220,6 +225,7 @@ class TrainingRun:
             "answers": state.answers,
             "seed": cfg.seed,
             **state.facts,
+            **({"stopped_early": why} if why else {}),
         }
         summary |= as_facts(recorder.diagnose(summary))
         self.directory.write_summary(summary)
@@ -335,6 +341,7 @@ class TrainingRun:
         state.unmeasured = metrics
         if self.cfg.eval.every and self.schedule.due(self.cfg.eval.every, state):
             metrics = metrics | self._measure("eval")
+            self.schedule.record_evaluation(state, metrics)
         state.unmeasured = None
         recorder.log(state, metrics | {"time/step": time.perf_counter() - recorder.step_started})
         self._notify("on_step", state.step, metrics)

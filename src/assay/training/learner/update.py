@@ -24,6 +24,7 @@ from assay.models.logprobs import token_logprobs, token_loss
 from assay.models.lora import merged_weights
 from assay.runs import rollouts
 from assay.runs.files import write_json
+from assay.runs.metrics import non_finite_terms
 from assay.training.learner.critic import Critic
 from assay.training.learner.optim import clip_gradients, set_lr
 from assay.training.learner.pack import (
@@ -51,20 +52,23 @@ class Fault:
     grad_norm: float
     weights: list[str]  # parameters that are not finite, the first few
     gradients: list[str]  # parameters whose gradient is not finite, the first few
+    terms: str = ""  # loss terms that are not finite although the log-probabilities are
 
     @property
     def what(self) -> str:
         if self.weights:
             return f"the weight {self.weights[0]}"
+        if self.terms:
+            return self.terms
         return "the gradient" if math.isfinite(self.loss) else "the loss"
 
 
-def diagnose_nonfinite(policy: PolicyModel, loss: float, grad_norm: float) -> Fault:
+def diagnose_nonfinite(policy: PolicyModel, loss: float, grad_norm: float, terms: str = "") -> Fault:
     """Find the parameters that are affected. Call this before the gradients are cleared."""
     named = list(policy.named_parameters())
     gradients = [(name, p.grad) for name, p in named if p.grad is not None]
     affected = [name for name, gradient in gradients if not full_tensor(gradient).isfinite().all()]
-    return Fault(loss, grad_norm, weights=not_finite(named, full_tensor), gradients=affected[:MAX_NAMES])
+    return Fault(loss, grad_norm, not_finite(named, full_tensor), affected[:MAX_NAMES], terms)
 
 
 def dump_batch(run_path: Path, step: int, groups: Sequence[Group], faults: Sequence[Fault]) -> None:
@@ -74,7 +78,12 @@ def dump_batch(run_path: Path, step: int, groups: Sequence[Group], faults: Seque
 
 
 class NonFiniteError(UserError):
-    """Ends a run because of values that are not finite. `TrainingRun.active` adds the command that continues it."""
+    """Ends a run because of values that are not finite. `TrainingRun.active` adds the command that continues it.
+
+    `of_term`: a term of the loss is the cause, not the weights or the learning rate.
+    """
+
+    of_term = False
 
 
 def check_faults(faults: Sequence[Fault], consecutive: int, limit: int, run_path: Path | None = None) -> None:
@@ -87,7 +96,9 @@ def check_faults(faults: Sequence[Fault], consecutive: int, limit: int, run_path
     fault = faults[-1]
     how = "is not finite" if fault.weights else f"was not finite for {plural(consecutive, 'step')} in a row"
     batches = "" if run_path is None else f"; the batches are saved in {run_path / 'skipped'}"
-    raise NonFiniteError(f"{fault.what} {how} (loss {fault.loss:g}, gradient norm {fault.grad_norm:g}{batches})")
+    error = NonFiniteError(f"{fault.what} {how} (loss {fault.loss:g}, gradient norm {fault.grad_norm:g}{batches})")
+    error.of_term = bool(fault.terms) and not fault.weights and run_path is not None
+    raise error
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, step: int) -> None:
@@ -259,7 +270,7 @@ class Updater:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         elif not finite:
-            self.faults = [*self.faults, diagnose_nonfinite(self.policy, loss, norm)]
+            self.faults = [*self.faults, diagnose_nonfinite(self.policy, loss, norm, non_finite_terms(metrics(sums)))]
             warnings.warn(f"{self.faults[-1].what} is not finite: this update is skipped", stacklevel=2)
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic:
