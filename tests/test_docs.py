@@ -424,7 +424,9 @@ def test_the_session_of_own_loop_md_is_the_run_of_assay_train(tmp_path: Path, mo
     code = block("guides/own-loop.md", "python", "with assay.session(")
     for text in ('"steps": 40', '"steps": 50', "run.step % 10"):
         assert code.count(text) == 1
-    code = code.replace('"steps": 40', FEW).replace('"steps": 50', '"steps": 2').replace("run.step % 10", "run.step % 1")
+    code = (
+        code.replace('"steps": 40', FEW).replace('"steps": 50', '"steps": 2').replace("run.step % 10", "run.step % 1")
+    )
     (tmp_path / "loop.py").write_text(code)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
