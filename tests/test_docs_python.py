@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from docs_parts import ROOT, block, blocks
+from reward_model_parts import save_classifier
+from serve_parts import save_folder, tiny_model
 
 import assay
 from assay.training import run as train_run
@@ -71,9 +75,9 @@ def test_the_run_of_the_readme_in_python() -> None:
 
 @pytest.mark.slow
 def test_the_run_of_the_start_page_is_that_of_the_readme() -> None:
-    (line,) = block("index.md", "python", "assay.train").splitlines()
     rows = [{"question": f"{a} + 1 =", "answer": str(a + 1)} for a in range(20)]
-    code = shortened(line, (PRETRAINED, NANO), ("steps=50", "steps=1, prompts=2, max_new_tokens=4"))
+    code = block("index.md", "python", "assay.train")
+    code = shortened(code, (PRETRAINED, NANO), ("steps=50", "steps=1, prompts=2, max_new_tokens=4"))
     names = {"assay": assay, "rows": rows, "reward": lambda completion, answer: float(answer in completion)}
     exec(code, names)
     assert names["run"].summary["steps"] == 1
@@ -85,3 +89,32 @@ def test_the_run_of_the_quickstart_in_python(capsys: pytest.CaptureFixture[str])
     code = shortened(code, ("steps=40", "steps=2"), ('"steps": 100', '"steps": 20'))
     assert executed(code)["run"].summary["steps"] == 2
     assert "run letters: finished, 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_clients_of_serving_md_get_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    address, model = '"http://127.0.0.1:8000', "Qwen/Qwen2.5-0.5B-Instruct"
+    chat = block("guides/serving.md", "python", "import openai")
+    folder = save_folder(tiny_model(0, 1024), Path("model"))
+    with assay.serve(str(folder), name=model) as server:
+        names = executed(shortened(chat, (address, f'"{server.url}')))
+    assert names["chunk"].choices[0].finish_reason in ("stop", "length")
+    classify = block("guides/serving.md", "python", "/classify")
+    with assay.serve(str(save_classifier(Path("classifier"))), name="reward") as server:
+        capsys.readouterr()
+        executed(shortened(classify, (address, f'"{server.url}')))
+    (value,) = json.loads(capsys.readouterr().out)
+    assert isinstance(value, float)
+
+
+def test_the_loop_of_own_loop_md_is_that_of_the_program() -> None:
+    """Without time measurements."""
+    documented = block("guides/own-loop.md", "python", "run.begin()")
+    source = (ROOT / "src" / "assay" / "training" / "loop.py").read_text().partition("run.begin()")[2]
+    assert re.findall(r"run\.[\w.]+\(.*\)", documented)[1:] == re.findall(r"run\.[\w.]+\(.*\)", source)
+
+
+def test_the_reward_of_five_projects_md_gives_partial_credit() -> None:
+    reward = executed(block("evidence/five-projects.md", "python", "def reward(completion, answer, nums)"))["reward"]
+    values = [reward(f"<answer>{text}</answer>", "10", [2, 5]) for text in ("2 * 5", "2 + 5", "5 + 5", "no")]
+    assert values == [1.0, 0.1, 0.0, 0.0]
