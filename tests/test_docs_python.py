@@ -86,7 +86,7 @@ def test_the_run_of_the_start_page_is_that_of_the_readme() -> None:
 @pytest.mark.slow
 def test_the_run_of_the_quickstart_in_python(capsys: pytest.CaptureFixture[str]) -> None:
     code = block("start/quickstart.md", "python", "assay.train(")
-    code = shortened(code, ("steps=40", "steps=2"), ('"steps": 100', '"steps": 20'))
+    code = shortened(code, ("steps=60", "steps=2"), ('"steps": 70', '"steps": 20'))
     assert executed(code)["run"].summary["steps"] == 2
     assert "run letters: finished, 2 steps" in capsys.readouterr().out
 
