@@ -30,7 +30,7 @@ NOTE = "<!-- written by dev/reference.py: change the code, then run it -->\n"
 COLUMNS = "100"  # width of help texts
 # Modules whose exported names are the Python interface, the most used ones first.
 MODULES = (
-    *("assay", "assay.api", "assay.types", "assay.tasks", "assay.rewards", "assay.envs", "assay.algos"),
+    *("assay", "assay.types", "assay.tasks", "assay.rewards", "assay.envs", "assay.algos"),
     *("assay.engine", "assay.models", "assay.runs", "assay.checks", "assay.testing.engine", "assay.testing.env"),
 )
 
@@ -117,8 +117,8 @@ def api_page() -> str:
     lines = [
         "# Python interface",
         NOTE,
-        "The exported names of each module, with their docstrings. [Your own loop](../guides/own-loop.md) is a guide "
-        "to `assay.api`.",
+        "The exported names of each module, with their docstrings. [Python and notebooks](../guides/python.md) and "
+        "[your own loop](../guides/own-loop.md) are guides to them.",
     ]
     described_in: dict[int, str] = {}  # the module, by the id of an object: several modules export the same
     for name in MODULES:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from docs_parts import BLOCK, ROOT, block, blocks, command_lines
 
+import assay
 from assay.algos.recipes import RECIPES
 from assay.cli.eval import SETTINGS as MeasureConfig
 from assay.cli.main import COMMANDS, main, parse
@@ -408,24 +409,40 @@ def test_the_verdicts_of_rewards_md_are_those_of_the_program(tmp_path: Path, mon
     assert [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()] == shown
 
 
+FEW = '"train.steps": 2, "eval.final_examples": 10, "eval.examples": 5'
+
+
 @pytest.mark.slow
 def test_the_loop_with_replay_of_own_loop_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = block("guides/own-loop.md", "python", "class Replayed(Trainer)")
     assert code.count('"optim.lr": 1e-4') == 1
-    short = '"sft.steps": 2, "train.steps": 2, "eval.final_examples": 10, "eval.examples": 5'
-    (tmp_path / "replayed.py").write_text(code.replace('"optim.lr": 1e-4', f'"optim.lr": 1e-4, {short}'))
+    (tmp_path / "replayed.py").write_text(code.replace('"optim.lr": 1e-4', f'"optim.lr": 1e-4, "sft.steps": 2, {FEW}'))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     assert runpy.run_path("replayed.py")["summary"]["steps"] == 2
 
 
 @pytest.mark.slow
-def test_the_classic_loop_of_own_loop_md_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = block("guides/own-loop.md", "python", "class Classic(Trainer)")
-    assert code.count('"train.steps": 80') == code.count('"final_examples": 200') == 1
-    (tmp_path / "classic.py").write_text(code.replace("80", "2").replace("200", "5"))
+def test_the_session_of_own_loop_md_is_the_run_of_assay_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = block("guides/own-loop.md", "python", "with assay.session(")
+    for text in ('"steps": 40', '"steps": 50', "run.step % 10"):
+        assert code.count(text) == 1
+    code = (
+        code.replace('"steps": 40', FEW).replace('"steps": 50', '"steps": 2').replace("run.step % 10", "run.step % 1")
+    )
+    (tmp_path / "loop.py").write_text(code)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    assert runpy.run_path("classic.py", run_name="__main__")["summary"]["steps"] == 2
+    names = runpy.run_path("loop.py")
+    whole = assay.train(**names["settings"], lr=5e-4, max_new_tokens=8, sft={"steps": 2, "lr": 3e-3}, name="whole")
+    weights = "checkpoints/step-000002/model/model.safetensors"
+    assert (names["run"].path / weights).read_bytes() == (whole.path / weights).read_bytes()
+    assert names["run"].summary["after"] == whole.summary["after"]
+
+
+def test_the_classic_loop_of_own_loop_md_is_the_example() -> None:
+    code = block("guides/own-loop.md", "python", "class Classic(Trainer)")
+    assert code == (ROOT / "examples" / "classic_loop.py").read_text()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from assay.bench.workload import SHAPES, TABLE, Workload, random_model
 
 
-@pytest.mark.parametrize(("shape", "weights"), [("0.5b", 494_032_768), ("1.5b", 1_543_714_304)])
+@pytest.mark.parametrize(("shape", "weights"), [("0.5b", 494_032_768), ("1.5b", 1_543_714_304), ("7b", 7_615_616_512)])
 def test_shapes_have_the_parameter_counts_of_the_published_models(shape: str, weights: int) -> None:
     assert SHAPES[shape]().parameters == weights  # of the published checkpoints
 

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from assay.models import Decoder, ModelSpec, PolicyModel
 
 
-def qwen2(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, vocab_size: int) -> ModelSpec:
+def qwen2(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    vocab_size: int,
+    kv_heads: int = 2,
+    tied: bool = True,
+) -> ModelSpec:
     from assay.models import ModelSpec
 
     return ModelSpec(
@@ -33,12 +42,12 @@ def qwen2(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=2,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=intermediate,
         max_length=32768,
         rope_theta=1e6,
-        tied=True,
+        tied=tied,
         qkv_bias=True,
     )
 
@@ -52,6 +61,9 @@ def tiny_llama() -> ModelSpec:
 SHAPES: dict[str, Callable[[], ModelSpec]] = {
     "0.5b": partial(qwen2, 896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
     "1.5b": partial(qwen2, 1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
+    "7b": partial(  # Qwen2.5 7B
+        qwen2, 3584, 18944, layers=28, heads=28, head_dim=128, vocab_size=152064, kv_heads=4, tied=False
+    ),
     "tiny": partial(qwen2, 64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # for tests
     "tiny-llama": tiny_llama,  # for measurements on a CPU
 }
@@ -132,7 +144,7 @@ class Measurement(CommandOptions):
 class ModelOptions(CommandOptions):
     """A model with random weights, or one that is loaded."""
 
-    shape: str = option("0.5b", "0.5b, 1.5b, tiny-llama or tiny, with random weights")
+    shape: str = option("0.5b", "0.5b, 1.5b, 7b, tiny-llama or tiny, with random weights")
     model: str | None = option(None, "load a model instead: folder, .gguf or hub id", metavar="SOURCE")
 
     def __post_init__(self) -> None:
