@@ -54,8 +54,7 @@ def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
         run.write_summary({"steps": 8})
     view = RunView("one", tmp_path / "one")
     view.detail()
-    if view._diagnosing is not None:
-        view._diagnosing.result()
+    view.doctor.findings(False, None)
     detail = view.detail()
     findings = detail["findings"]
     assert not detail["findings_pending"]

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +19,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from assay.checks.diagnosis import diagnose_files
 from assay.runs.curves import X_LABELS, bounds_of, shown_panels
-from assay.runs.directory import RunFiles
+from assay.runs.directory import default_settings, flattened
 from assay.runs.files import json_object, to_json
 from assay.types import describe_error
+from assay.web.findings import Doctor, badge
 from assay.web.folder import MAX_DEPTH, RunFolder, RunTokenizer, Stamp, is_deeper, load_tokens, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
@@ -74,7 +72,8 @@ FACTS = (
 MAX_PROBLEMS = 20  # that are listed; the others are counted
 FINDINGS_WAIT_S = 0.05  # for findings that are not known yet
 READY_WAIT_S = 3.0  # before a diagnosis, for the index: the lists are needed first
-FINDINGS_PAUSE_S = 10.0  # at least, between two diagnoses of a run in progress
+RECENT = 20  # training steps whose median time predicts the remaining time
+MAX_SETTINGS = 1000
 INDEX_WAIT_S = 0.08  # for the index of a small run
 TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
 TOKENIZER_WAIT_S = 0.08
@@ -121,11 +120,8 @@ class RunView:
         self._table_files: Any = None  # the files in the table
         self._table_due = 0.0
         self._tokens: Future[tuple[RunTokenizer | None, str | None]] | None = None
-        self._findings: list[dict[str, Any]] = []
-        self._findings_problem: str | None = None
-        self._diagnosed: tuple[Any, float] = (None, 0.0)  # state of the files, and when
-        self._diagnosing: Future[None] | None = None
-        self._diagnosis_pause = FINDINGS_PAUSE_S
+        self.doctor = Doctor(self.folder, wait=self._wait_for_index)
+        self._quick_doctor = Doctor(self.folder, quick=True)
 
     @cached_property
     def index(self) -> RunIndex:
@@ -169,14 +165,25 @@ class RunView:
     def facts(self) -> dict[str, Any]:
         """One entry of the list of runs."""
         facts, problems = self.folder.facts()
-        return {"id": self.id, **shown_facts(facts), "problems": shortened(problems)}
+        running = facts["state"] == "running"
+        doctor = self.doctor if self.doctor.is_current(running) else self._quick_doctor
+        findings, _ = doctor.findings(running, 0.0)
+        return {
+            "id": self.id,
+            **shown_facts(facts),
+            **pace(self.folder, facts),
+            "folder": str(self.folder.path.parent),
+            "badge": badge(findings),
+            "findings_pending": doctor.pending,
+            "problems": shortened(problems),
+        }
 
     def detail(self, findings_wait_s: float | None = FINDINGS_WAIT_S) -> dict[str, Any]:
         """`findings_wait_s`: for the doctor; None: until it has finished."""
         self.tokens(0.0)  # begins to load the tokenizer, which is needed soon
         table = self.current_table()
         facts, problems = self.folder.facts()
-        findings, finding_problem = self.findings(facts["state"] == "running", findings_wait_s)
+        findings, finding_problem = self.doctor.findings(facts["state"] == "running", findings_wait_s)
         problems = [*problems, *(problem for problem in (finding_problem, self.index.problem) if problem)]
         problems += [problem for file in table.files for problem in file.problems]
         places = [place for name in self.index.names if (place := place_of(name)) is not None]
@@ -184,11 +191,14 @@ class RunView:
         return {
             "id": self.id,
             **shown_facts(facts),
+            **pace(self.folder, facts),
             "config": facts["config"],
+            "changed": changed_settings(facts["config"] or {}),
             "environment": self.folder.document("environment.json")[0],
             "summary": self.folder.document("summary.json")[0],
             "findings": findings,
-            "findings_pending": self._diagnosing is not None and not self._diagnosing.done(),
+            "badge": badge(findings),
+            "findings_pending": self.doctor.pending,
             "train_steps": [place.step for place in names if place.source == TRAIN],
             "skipped": [self._skipped(place.step) for place in names if place.source == SKIPPED],
             "evals": [self._listed_evaluation(place) for place in names if place.is_evaluation],
@@ -209,33 +219,9 @@ class RunView:
         number = self.table.numbers.get(file_name(place.source, place.step))
         return evaluation_facts(place, None if number is None else self.table.files[number])
 
-    def findings(self, running: bool, wait_s: float | None) -> tuple[list[dict[str, Any]], str | None]:
-        """The doctor's findings, computed in another thread: those known so far, if it takes long."""
-        self.folder.metrics.read()
-        state = self.folder.metrics.stamp, self.folder.document("summary.json")[0], running
-        known, when = self._diagnosed
-        is_due = state != known and (not running or time.monotonic() - when >= self._diagnosis_pause)
-        if is_due and (self._diagnosing is None or self._diagnosing.done()):
-            self._diagnosed = state, time.monotonic()
-            self._diagnosing = _threads.submit(self._diagnose)
-        if self._diagnosing is not None:
-            with suppress(NotYet):
-                self._diagnosing.result(wait_s)
-        return self._findings, self._findings_problem
-
-    def _diagnose(self) -> None:
+    def _wait_for_index(self) -> None:
         if self._request_index is not None:
             self._ready.wait(READY_WAIT_S)
-        start = time.monotonic()
-        try:
-            self.folder.check_regular()
-            causes = diagnose_files(RunFiles(self.folder.root), self.folder.metrics.steps())
-        except Exception as error:  # rules expect intact files
-            self._findings, self._findings_problem = [], f"the doctor cannot read this run ({describe_error(error)})"
-            return
-        self._diagnosis_pause = max(FINDINGS_PAUSE_S, 20 * (time.monotonic() - start))
-        self._findings_problem = None
-        self._findings = [asdict(cause) for cause in causes]
 
     def metrics(self, query: MetricsQuery) -> dict[str, Any]:
         """Curves. Without names: all that have a panel."""
@@ -446,6 +432,31 @@ class RunView:
 
 def shown_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": facts["run"], **{key: facts.get(key) for key in FACTS}}
+
+
+def pace(folder: RunFolder, facts: Mapping[str, Any]) -> dict[str, float | None]:
+    """Of a run in progress: seconds that the other steps will take, and sampled tokens per second."""
+    steps, planned, budget, answers = (facts[key] for key in ("steps", "steps_planned", "budget", "answers"))
+    step_s, tokens_per_s = (recent(folder, f"time/{name}") for name in ("step", "tokens_per_s"))
+    if facts["state"] != "running" or not steps or step_s is None:
+        return {"eta_s": None, "tokens_per_s": None}
+    left = [planned - steps] if planned else []
+    left += [(budget - answers) / (answers / steps)] if budget and answers else []
+    return {"eta_s": max(min(left), 0) * step_s if left else None, "tokens_per_s": tokens_per_s}
+
+
+def recent(folder: RunFolder, metric: str) -> float | None:
+    """The median of the last values of a metric."""
+    _, values = folder.metrics.columns.get(metric, (None, ()))
+    return float(np.median(values[-RECENT:])) if len(values) else None
+
+
+def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key, value and default of the settings that differ from their defaults."""
+    defaults = default_settings()
+    flat = list(flattened(config).items())[:MAX_SETTINGS]
+    changed = [(key, value) for key, value in flat if value != defaults.get(key)]
+    return [(key, value, defaults.get(key)) for key, value in changed if key not in ("name", "runs_dir")]
 
 
 def evaluation_facts(place: Place, file: IndexedFile | None) -> dict[str, Any]:
