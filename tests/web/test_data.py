@@ -81,7 +81,7 @@ def test_the_detail_of_a_run(view: RunView) -> None:
 
 
 def test_pages_of_rollouts(view: RunView) -> None:
-    page = listed(view, limit=2, offset=6)
+    page = listed(view, limit=2, offset=4)
     assert (page["total"], page["statuses"]) == (12, {"ok": 7, "wrong": 4, "no_answer": 1})
     assert [(row["step"], row["index"], row["preview"]) for row in page["rows"]] == [
         (2, 0, "Second Try 0"),
@@ -91,7 +91,7 @@ def test_pages_of_rollouts(view: RunView) -> None:
     assert (row["prompt_id"], row["prompt_preview"], row["group"], row["sample"]) == ("p1", "what is p1?", 0, 0)
     assert (row["status"], row["reward"], row["advantage"], row["length"]) == ("ok", 1.0, 0.5, 13)
     assert (row["finish"], row["truncated"], row["version"], row["turns"]) == ("stop", False, 3, 1)
-    assert row["changed"] == "gained" and row["source"] == "train"
+    assert row["changed"] == "gained" and row["source"] == "train" and row["passed"] == [1, 2]
     assert listed(view, offset=1000)["rows"] == []
     searched = listed(view, search="second TRY")
     assert searched["total"] == 2 and searched["searched"] == {"done": 5, "total": 5}
@@ -268,7 +268,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert [(e["label"], e["step"], e["count"]) for e in detail["evals"]] == [
         *(("before", 0, 5), ("eval", 1, 4), ("eval", 2, 4), ("after", 2, 5))
     ]
-    page = listed(view)
+    page = listed(view, order="asc")
     groups = rollouts.read_rollouts(path, 1) + rollouts.read_rollouts(path, 2)
     assert page["total"] == len(page["rows"]) == 18
     assert [row["reward"] for row in page["rows"]] == [r.reward for group in groups for r in group.rollouts]

@@ -32,7 +32,7 @@ def table_of(path: Path) -> RolloutTable:
 
 
 def listed(table: RolloutTable, **options: Any) -> list[str]:
-    query = RolloutsQuery(**options)
+    query = RolloutsQuery(**{"order": "asc", **options})
     numbers, _ = table.select(query, None)
     rows = [table.row(number) for number in table.ordered(numbers, query).tolist()]
     return [f"{row['step']}/{row['prompt_id']}/{row['sample']}" for row in rows]
@@ -45,6 +45,7 @@ def table(tmp_path: Path) -> RolloutTable:
 
 def test_filters(table: RolloutTable) -> None:
     assert len(listed(table)) == 12
+    assert RolloutsQuery().order == "desc"  # the newest step first
     assert listed(table, first_step=2, last_step=2) == ["2/p1/0", "2/p1/1"]
     assert listed(table, prompt="p2", statuses=("wrong", "no_answer")) == ["1/p2/2", "3/p2/0"]
     assert listed(table, min_reward=1, first_step=3) == ["3/p1/0", "3/p1/1", "3/p2/1"]
@@ -130,7 +131,7 @@ def test_evaluations_are_compared_with_the_previous_one_of_the_same_split(tmp_pa
 
 
 def prompts(table: RolloutTable, **options: Any) -> list[str]:
-    return [row["prompt_id"] for row in table.prompts(PromptsQuery(**options))["rows"]]
+    return [row["prompt_id"] for row in table.prompts(PromptsQuery(**{"sort": "id", **options}))["rows"]]
 
 
 def test_pass_rates_of_prompts(table: RolloutTable) -> None:

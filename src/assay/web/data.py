@@ -39,6 +39,7 @@ from assay.web.index import (
     context_spans,
     file_name,
     fold,
+    integer,
     place_of,
     problem_of_arrays,
     read_arrays,
@@ -77,6 +78,7 @@ MAX_SETTINGS = 1000
 INDEX_WAIT_S = 0.08  # for the index of a small run
 TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
 TOKENIZER_WAIT_S = 0.08
+MAX_PIECES = 4_000  # tokens of the answers of one request whose texts are sent
 KEPT_ARRAYS = 4  # training steps
 ANSWER_FIELDS = (
     *("sample", "text", "verdict", "reward", "advantage", "masked", "length", "finish", "truncated", "version"),
@@ -314,14 +316,8 @@ class RunView:
         if not indices:
             raise ViewError(f"step {step} has no group {group}")
         lines = self.lines(file, indices)
-        rollouts = [
-            {
-                **{name: line.get(name) for name in ANSWER_FIELDS},
-                **self._position(file, index),
-                "turns": turns_of(line, None),
-            }
-            for index, line in zip(indices, lines, strict=True)
-        ]
+        rollouts = [self.answer(file, index, line) for index, line in zip(indices, lines, strict=True)]
+        self.add_pieces([(file, index, line) for index, line in zip(indices, lines, strict=True)], rollouts)
         groups = np.unique(file.rows["group"]).tolist()
         at = groups.index(group)
         shown = ("messages", "answer", "solution", "fields", "task")
@@ -334,6 +330,14 @@ class RunView:
             "previous": groups[at - 1] if at > 0 else None,
             "next": groups[at + 1] if at + 1 < len(groups) else None,
             "problems": file.problems,
+        }
+
+    def answer(self, file: IndexedFile, index: int, line: Mapping[str, Any]) -> dict[str, Any]:
+        """A rollout in a list of answers to the same prompt."""
+        return {
+            **{name: line.get(name) for name in ANSWER_FIELDS},
+            **self._position(file, index),
+            "turns": turns_of(line, None),
         }
 
     def _position(self, file: IndexedFile, index: int) -> dict[str, Any]:
@@ -397,6 +401,34 @@ class RunView:
         if tokens is None:
             self._tokens = None  # a checkpoint may be saved later
         return tokens, problem
+
+    def add_pieces(
+        self, lines: Sequence[tuple[IndexedFile, int, Mapping[str, Any]]], answers: Sequence[dict[str, Any]]
+    ) -> None:
+        """Add the texts of the tokens to answers, as far as they are known quickly; else `pieces` is None."""
+        left = MAX_PIECES
+        for (file, index, line), answer in zip(lines, answers, strict=True):
+            answer["pieces"] = self._pieces(file, index, line) if 0 < integer(line.get("length")) <= left else None
+            left -= integer(line.get("length"))
+
+    def _pieces(self, file: IndexedFile, index: int, line: Mapping[str, Any]) -> list[str] | None:
+        """The texts of the tokens of an answer. None if they are not known, or are not the text of the answer."""
+        texts, _ = self.tokens(0.0)
+        text = line.get("text")
+        if texts is None or file.place.is_evaluation or len(line["turns"]) > 1 or not isinstance(text, str):
+            return None
+        try:
+            columns = token_columns(self._step_arrays(file), index, line)
+            ids = [token for token, sampled in zip(columns["ids"], columns["sampled"], strict=True) if sampled]
+            pieces, at = [], 0
+            for piece in texts.pieces(ids)[0]:
+                if at == len(text):  # what follows ends the answer
+                    break
+                pieces.append(piece)
+                at += len(piece)
+        except Exception:  # as in `_token_table`: damaged arrays, or ids of another vocabulary
+            return None
+        return pieces if "".join(pieces) == text else None
 
     def _token_table(
         self, file: IndexedFile, index: int, line: Mapping[str, Any]
