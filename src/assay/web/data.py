@@ -505,7 +505,11 @@ def compare(view_a: RunView, view_b: RunView, query: CompareQuery) -> dict[str, 
     files = [(view_a, view_a.evaluation(query.a)), (view_b, view_b.evaluation(query.b))]
     pairing = paired(files[0][1], files[1][1])
     if not pairing.keys:
-        raise ViewError("the two evaluations have no question in common", 400)
+        sides = zip((pairing.a, pairing.b), files, strict=True)
+        counts = " and ".join(f"{len(side.shares)} of {view.id}" for side, (view, _) in sides)
+        raise ViewError(
+            f"the two evaluations have no question in common ({counts}): a paired test needs the same task and split", 400
+        )
     folded = fold(query.search)
     prompts = pairing.a.prompts
     found = [key for key in pairing.keys if not folded or any(folded in fold(text) for text in prompts[key])]

@@ -12,12 +12,13 @@ import { rollouts } from "./rollouts.js";
 import { link, parseRoute } from "./route.js";
 import { runSummary } from "./run.js";
 import { settings } from "./settings.js";
+import { story } from "./story.js";
 import { empty, errorPanel } from "./widgets.js";
 
 const LIVE_MS = 2000; // between updates of a run in progress
 const IDLE_MS = 10_000; // otherwise
 const RETRY_MS = 2000; // while the server does not answer
-const RUN_VIEWS = { prompts, rollouts, rollout, group, changes, config: settings };
+const RUN_VIEWS = { prompts, rollouts, rollout, group, story, changes, config: settings };
 
 const byId = (id) => document.getElementById(id);
 const scrolls = new Map(); // by address: where the page was scrolled to
