@@ -57,12 +57,12 @@ export async function overview({ parameters, signal }) {
   view.actions.append(search, (view.compare = compareLink()));
   view.runs = runs;
   view.chart = lineChart({ title: "Reward of the checked runs", series: [], smoothing: 0.6, xLabel: "step", legend: true });
-  view.chart.hidden = true;
+  view.top = element("div", {});
   drawRuns(view);
   return {
     title: "Runs",
     crumbs: [],
-    parts: [view.head, view.chart, view.body],
+    parts: [view.head, view.top, view.body],
     live: () => view.runs.some((run) => run.state === "running"),
     every: () => (view.runs.some((run) => run.findings_pending) ? PENDING_MS : null),
     refresh: () => refresh(view),
@@ -143,7 +143,7 @@ function drawRuns(view) {
 // The reward curves of the checked runs in one chart, above the list.
 async function drawChecked(view) {
   const runs = view.runs.filter((run) => view.checked.has(run.id));
-  view.chart.hidden = !runs.length;
+  if (Boolean(runs.length) !== view.top.contains(view.chart)) view.top.replaceChildren(...(runs.length ? [view.chart] : []));
   const ticket = (view.ticket = {});
   const answers = await Promise.all(
     runs.map((run) => get(runPath(run.id, "metrics"), { names: "reward/mean", points: 500 }).catch(() => ({}))),

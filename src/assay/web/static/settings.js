@@ -60,7 +60,7 @@ function commandPanel(command, folder) {
 // Settings that differ from their defaults: what this run is about.
 function changedPanel(changed) {
   if (!changed.length) return null;
-  const code = (value) => element("code", { text: value === null ? "\u2013" : visibleText(settingText(value)) });
+  const code = (value) => element("code", { text: value === null || value === "" ? "\u2013" : visibleText(settingText(value)) });
   const columns = [
     { title: "Setting", cell: ([key]) => element("code", { text: visibleText(key) }) },
     { title: "Value", cell: ([, value]) => code(value) },
