@@ -61,6 +61,34 @@ def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
     assert findings and findings[0].keys() == {"name", "evidence", "remedy", "severity", "examples"}
 
 
+def test_the_list_has_the_same_findings_without_reading_answers(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "one", CONFIG) as run:
+        for step in range(1, 9):
+            row = {"reward/mean": 0.0, "reward/range": 0.0, "reward/std": 0.0, "groups/zero_variance": 1.0}
+            run.log(step, {**row, "advantage/zero": 1.0, "sampling/answers": 64.0 * step, "status/wrong": 1.0})
+        run.write_summary({"steps": 8})
+    view = RunView("one", tmp_path / "one")
+    assert view.facts()["findings_pending"] in (True, False)  # not waited for
+    view._quick_doctor.findings(False, None)
+    badge = view.facts()["badge"]
+    view.doctor.findings(False, None)
+    first = view.detail()["findings"][0]
+    assert badge == view.facts()["badge"] and badge["severity"] == first["severity"] != "note"
+    assert badge["evidence"] == first["evidence"] and badge["count"] >= 1
+
+
+def test_remaining_time_is_the_median_of_recent_steps(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "one", CONFIG) as run:
+        view = RunView("one", tmp_path / "one")
+        assert view.facts()["eta_s"] is None  # before the first step
+        run.write_status("running", 50)
+        for step, seconds in enumerate([100.0] * 10 + [2.0] * 25, start=1):
+            run.log(step, {"reward/mean": 0.0, "time/step": seconds, "time/tokens_per_s": 10.0 * step})
+        facts = view.facts()
+        assert facts["eta_s"] == pytest.approx((50 - 35) * 2.0) and facts["tokens_per_s"] == pytest.approx(255.0)
+    assert view.facts()["eta_s"] is None  # no longer running
+
+
 # Rollouts
 
 

@@ -134,6 +134,26 @@ def prompts(table: RolloutTable, **options: Any) -> list[str]:
     return [row["prompt_id"] for row in table.prompts(PromptsQuery(**{"sort": "id", **options}))["rows"]]
 
 
+def test_solved_prompts_are_counted_by_step(table: RolloutTable) -> None:
+    # Step 1: p1 mostly wrong, p2 mostly right; step 2: p1 once of two; step 3: p1 always, p2 once of two.
+    solved = table.prompts(PromptsQuery())["solved"]
+    assert solved == {
+        **{"first": [1, 2, 3], "last": [1, 2, 3]},
+        **{"always": [0, 0, 1], "sometimes": [2, 1, 1], "never": [0, 0, 0]},
+    }
+
+
+def test_solved_prompts_of_a_long_training_are_counted_by_parts(tmp_path: Path) -> None:
+    path, prompt = make_run(tmp_path), prompt_of("p")
+    for step in range(1, 151):
+        status = Status.OK if step > 75 else Status.WRONG
+        write_rollouts(path, step, [Group(prompt, [answer(prompt, 0, "x", status)])])
+    solved = table_of(path).prompts(PromptsQuery())["solved"]
+    assert len(solved["first"]) == table_module.PARTS and (solved["first"][0], solved["last"][-1]) == (1, 150)
+    assert sum(solved["always"]) == sum(solved["never"]) == 75 and solved["always"][-1] > 0 == solved["always"][0]
+    assert all(last + 1 == first for last, first in zip(solved["last"], solved["first"][1:], strict=False))
+
+
 def test_pass_rates_of_prompts(table: RolloutTable) -> None:
     answer = table.prompts(PromptsQuery())
     assert answer["total"] == 2

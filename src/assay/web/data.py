@@ -506,9 +506,10 @@ def compare(view_a: RunView, view_b: RunView, query: CompareQuery) -> dict[str, 
     pairing = paired(files[0][1], files[1][1])
     if not pairing.keys:
         sides = zip((pairing.a, pairing.b), files, strict=True)
-        counts = " and ".join(f"{len(side.shares)} of {view.id}" for side, (view, _) in sides)
+        sizes = " and ".join(f"{len(side.shares)} of {view.id}" for side, (view, _) in sides)
         raise ViewError(
-            f"the two evaluations have no question in common ({counts}): a paired test needs the same task and split", 400
+            f"the two evaluations have no question in common ({sizes}): a paired test needs the same task and split",
+            400,
         )
     folded = fold(query.search)
     prompts = pairing.a.prompts

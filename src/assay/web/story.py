@@ -51,15 +51,17 @@ def story(view: RunView, query: StoryQuery) -> dict[str, Any]:
 def times_of(table: RolloutTable, prompt: str) -> list[dict[str, Any]]:
     """Times at which a prompt was answered, the earliest first: numbers of correct and of all answers, and its rows."""
     rows = np.flatnonzero(table.prompt == table.prompt_numbers.get(prompt, -1))
-    files, first = np.unique(table.file[rows], return_index=True)
     found = []
-    for number, part in zip(files.tolist(), np.split(rows, first[1:]), strict=True):
+    for number in np.unique(table.file[rows]).tolist():
+        part = rows[table.file[rows] == number]
         place = table.files[number].place
         if place.source == SKIPPED:
             continue
         correct = int((table.rows["status"][part] == OK).sum())
         facts = {"at": time_key(place), "step": place.step, "source": place.source, "label": place.label or "training"}
-        found.append((place.step, place.order, {**facts, "correct": correct, "count": len(part), "rows": part.tolist()}))
+        found.append(
+            (place.step, place.order, {**facts, "correct": correct, "count": len(part), "rows": part.tolist()})
+        )
     return [time for _, _, time in sorted(found, key=lambda entry: entry[:2])]
 
 

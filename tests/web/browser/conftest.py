@@ -141,7 +141,7 @@ def make_skipped(runs: Path) -> None:
 
 
 def make_repeated(runs: Path) -> None:
-    """An interrupted run whose first group has the same answer four times, and another one with a lower reward."""
+    """An interrupted run whose first group has the same answer three times, and another one with a lower reward."""
     run = runs / "repeated"
     shutil.copytree(runs / "small", run)
     shutil.rmtree(run / "evals")

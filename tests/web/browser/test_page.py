@@ -79,7 +79,11 @@ def test_the_list_of_runs_shows_the_results_of_each_run(tab: Tab, browser_runs: 
         summary = json.loads((browser_runs / name / "summary.json").read_text())
         reward = [row["reward/mean"] for row in lines_of(browser_runs / name / "metrics.jsonl") if "reward/mean" in row]
         _, _, state, task, algorithm, steps, shown_reward, before, after, *_ = shown[name]
-        assert state.split("\n")[0] == "finished" and task.split("\n")[0] == summary["task"] and algorithm == summary["algorithm"]
+        assert (
+            state.split("\n")[0] == "finished"
+            and task.split("\n")[0] == summary["task"]
+            and algorithm == summary["algorithm"]
+        )
         assert steps == f"{summary['steps']} / {summary['steps']}"
         assert number(shown_reward) == pytest.approx(reward[-1], abs=1e-3)
         for text, result in ((before, summary["before"]), (after, summary["after"])):
@@ -372,7 +376,7 @@ def test_on_a_phone_no_view_is_too_wide_and_controls_have_names(open_tab: Callab
         page = tab.open(fragment.format(run="small"))
         nameless = page.evaluate(
             """[...document.querySelectorAll('button, a[href], input, select')]
-            .filter(one => !one.innerText?.trim() && !one.getAttribute('aria-label') && !one.labels?.length)
+            .filter(one => !one.textContent?.trim() && !one.getAttribute('aria-label') && !one.labels?.length)
             .map(one => one.outerHTML)"""
         )
         assert nameless == [] and is_as_wide_as_a_phone(page), fragment
@@ -564,12 +568,12 @@ def test_the_badge_of_the_doctor_colors_the_state_of_a_run(tab: Tab, browser_run
 
 def test_columns_of_the_list_sort_and_the_address_keeps_the_order(tab: Tab) -> None:
     page = tab.open("#/")
-    page.get_by_role("button", name="After", exact=True).click()
+    page.locator("th button", has_text="After").click()
     tab.until("location.hash.includes('sort=after')")
     accuracies = [number(row[8].split("\n")[0]) for row in rows(tab) if row[8]]
     assert len(accuracies) > 2 and accuracies == sorted(accuracies, reverse=True)
     assert rows(tab)[-1][8] == ""  # damaged: no summary
-    page.get_by_role("button", name="After", exact=True).click()
+    page.locator("th button", has_text="After").click()
     page.locator("th[aria-sort=ascending]", has_text="After").wait_for()
     page.reload()
     page.locator("th[aria-sort=ascending]", has_text="After").wait_for()
@@ -582,7 +586,7 @@ def test_checked_runs_are_drawn_above_the_list_on_one_scale(tab: Tab) -> None:
     for name in ("small", "other"):
         page.get_by_label(f"Compare {name}", exact=True).check()
     tab.until("document.querySelectorAll('figure.chart .series').length == 2")
-    assert page.locator("figure.chart .legend li").all_inner_texts() == ["other", "small"]
+    assert page.locator("figure.chart .legend li").all_inner_texts() == ["small", "other"]
     page.reload()
     tab.until("document.querySelectorAll('figure.chart .series').length == 2")
     tab.until("document.querySelectorAll('[data-run] svg path').length > 3")
@@ -656,7 +660,8 @@ def test_solved_prompts_over_time_are_those_of_the_files(tab: Tab, browser_runs:
     label = tab.page.locator(".bars").get_attribute("aria-label") or ""
     for step, lines in train_lines(browser_runs / "small").items():
         shares = [
-            np.mean([line["verdict"]["status"] == "ok" for line in lines if line["group"] == group]) for group in range(6)
+            np.mean([line["verdict"]["status"] == "ok" for line in lines if line["group"] == group])
+            for group in range(6)
         ]
         always, never = shares.count(1.0), shares.count(0.0)
         assert f"step {step}: {always} always solved, {6 - always - never} sometimes, {never} never" in label
@@ -730,5 +735,7 @@ def test_on_a_phone_the_active_tab_is_visible_and_filters_are_folded(open_tab: C
     assert not page.locator("select[name=source]").is_visible()
     page.get_by_text("Filters and order").click()
     page.locator("select[name=source]").wait_for()
-    clipped = page.evaluate("[...document.querySelectorAll('input')].filter(one => one.scrollWidth > one.clientWidth + 1).length")
+    clipped = page.evaluate(
+        "[...document.querySelectorAll('input')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+    )
     assert clipped == 0

@@ -309,7 +309,11 @@ function listenToTokens(view) {
     indexOf(event) === undefined ? hideTip(view) : showTip(view, Number(indexOf(event))),
   );
   text.addEventListener("pointerleave", () => hideTip(view));
-  text.addEventListener("focusin", (event) => indexOf(event) !== undefined && showTip(view, Number(indexOf(event))));
+  text.addEventListener("focusin", (event) => {
+    if (indexOf(event) === undefined) return;
+    makeCurrent(view, Number(indexOf(event)));
+    showTip(view, view.current);
+  });
   text.addEventListener("focusout", () => hideTip(view));
   text.addEventListener("click", (event) => indexOf(event) !== undefined && focusToken(view, Number(indexOf(event))));
   text.addEventListener("keydown", (event) => moveFocus(view, event));
@@ -355,10 +359,14 @@ function inLine(view, direction) {
 function focusToken(view, index) {
   const folded = view.spans[index].closest("details:not([open])");
   if (folded) folded.open = true;
+  makeCurrent(view, index);
+  view.spans[index].focus();
+}
+
+function makeCurrent(view, index) {
   view.spans[view.current]?.setAttribute("tabindex", "-1");
   view.current = index;
   view.spans[index].setAttribute("tabindex", "0");
-  view.spans[index].focus();
 }
 
 function showTip(view, index) {
