@@ -169,14 +169,14 @@ class RunView:
         facts, problems = self.folder.facts()
         running = facts["state"] == "running"
         doctor = self.doctor if self.doctor.is_current(running) else self._quick_doctor
-        findings, _ = doctor.findings(running, 0.0)
+        examined = doctor.findings(running, 0.0)
         return {
             "id": self.id,
             **shown_facts(facts),
             **pace(self.folder, facts),
             "folder": str(self.folder.path.parent),
-            "badge": badge(findings),
-            "findings_pending": doctor.pending,
+            "badge": badge(examined.findings),
+            "findings_pending": examined.pending,
             "problems": shortened(problems),
         }
 
@@ -185,8 +185,8 @@ class RunView:
         self.tokens(0.0)  # begins to load the tokenizer, which is needed soon
         table = self.current_table()
         facts, problems = self.folder.facts()
-        findings, finding_problem = self.doctor.findings(facts["state"] == "running", findings_wait_s)
-        problems = [*problems, *(problem for problem in (finding_problem, self.index.problem) if problem)]
+        examined = self.doctor.findings(facts["state"] == "running", findings_wait_s)
+        problems = [*problems, *(problem for problem in (examined.problem, self.index.problem) if problem)]
         problems += [problem for file in table.files for problem in file.problems]
         places = [place for name in self.index.names if (place := place_of(name)) is not None]
         names = sorted(places, key=lambda place: place.order)
@@ -198,9 +198,9 @@ class RunView:
             "changed": changed_settings(facts["config"] or {}),
             "environment": self.folder.document("environment.json")[0],
             "summary": self.folder.document("summary.json")[0],
-            "findings": findings,
-            "badge": badge(findings),
-            "findings_pending": self.doctor.pending,
+            "findings": examined.findings,
+            "badge": badge(examined.findings),
+            "findings_pending": examined.pending,
             "train_steps": [place.step for place in names if place.source == TRAIN],
             "skipped": [self._skipped(place.step) for place in names if place.source == SKIPPED],
             "evals": [self._listed_evaluation(place) for place in names if place.is_evaluation],
@@ -418,8 +418,9 @@ class RunView:
         if texts is None or file.place.is_evaluation or len(line["turns"]) > 1 or not isinstance(text, str):
             return None
         try:
-            columns = token_columns(self._step_arrays(file), index, line)
-            ids = [token for token, sampled in zip(columns["ids"], columns["sampled"], strict=True) if sampled]
+            arrays = self._step_arrays(file)
+            first, end = arrays["offsets"][index : index + 2].tolist()
+            ids = arrays["token_ids"][first + sum(context_end for _, context_end in context_spans(line)) : end].tolist()
             pieces, at = [], 0
             for piece in texts.pieces(ids)[0]:
                 if at == len(text):  # what follows ends the answer

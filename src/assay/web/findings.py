@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from assay.checks.causes import Diagnosis, ranked
 from assay.checks.diagnosis import diagnose, diagnose_files, slower_than_best
@@ -18,6 +19,13 @@ from assay.web.folder import RunFolder
 
 PAUSE_S = 10.0  # at least, between two diagnoses of a run in progress
 Finding = dict[str, Any]
+
+
+class Examined(NamedTuple):
+    findings: list[Finding]
+    problem: str | None  # why there are none
+    pending: bool  # whether a diagnosis is under way, so that the findings may be old
+
 
 # One thread for each kind: the list of runs does not wait for runs that are examined thoroughly.
 _thorough = ThreadPoolExecutor(1, thread_name_prefix="assay-view-doctor")
@@ -33,6 +41,7 @@ class Doctor:
         self._known: tuple[Any, float] = (None, 0.0)  # state of the files, and when they were diagnosed
         self._future: Future[None] | None = None
         self._pause = PAUSE_S
+        self._lock = threading.Lock()
         self._findings: list[Finding] = []
         self._problem: str | None = None
 
@@ -47,19 +56,21 @@ class Doctor:
     def _state(self, running: bool) -> Any:
         return self._folder.metrics.stamp, self._folder.document("summary.json")[0], running
 
-    def findings(self, running: bool, wait_s: float | None) -> tuple[list[Finding], str | None]:
-        """The findings known so far, and why there are none; waits at most `wait_s` (None: until they are current)."""
+    def findings(self, running: bool, wait_s: float | None) -> Examined:
+        """The findings known so far; waits at most `wait_s` for a diagnosis (None: until it has finished)."""
         self._folder.metrics.read()
         state = self._state(running)
-        known, when = self._known
-        is_due = state != known and (not running or time.monotonic() - when >= self._pause)
-        if is_due and not self.pending:
-            self._known = state, time.monotonic()
-            self._future = (_quick if self._quick else _thorough).submit(self._diagnose)
+        with self._lock:
+            known, when = self._known
+            is_due = state != known and (not running or time.monotonic() - when >= self._pause)
+            if is_due and not self.pending:
+                self._known = state, time.monotonic()
+                self._future = (_quick if self._quick else _thorough).submit(self._diagnose)
         if self._future is not None:
             with suppress(NotYet):
                 self._future.result(wait_s)
-        return self._findings, self._problem
+        pending = self.pending  # before the findings are read: a diagnosis may finish at any time
+        return Examined(self._findings, self._problem, pending)
 
     def _diagnose(self) -> None:
         self._wait()

@@ -727,10 +727,11 @@ def test_comparisons_say_why_there_is_no_paired_test(tab: Tab) -> None:
 
 def test_on_a_phone_the_active_tab_is_visible_and_filters_are_folded(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(width=390, height=844, is_mobile=True, has_touch=True)
-    page = tab.open("#/run/small/config")
-    tab.until("document.querySelector('.tabs').scrollLeft > 0")
-    box = page.locator(".tabs [aria-current]").bounding_box()
-    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    for part in ("changes", "config"):
+        page = tab.open(f"#/run/small/{part}")
+        tab.until("document.querySelector('.tabs')?.scrollLeft > 0")
+        box = page.locator(".tabs [aria-current]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390, part
     tab.open("#/run/small/rollouts")
     assert not page.locator("select[name=source]").is_visible()
     page.get_by_text("Filters and order").click()

@@ -10,7 +10,7 @@ import { prompts } from "./prompts.js";
 import { group, rollout } from "./rollout.js";
 import { rollouts } from "./rollouts.js";
 import { link, parseRoute } from "./route.js";
-import { runSummary } from "./run.js";
+import { runSummary, showActive } from "./run.js";
 import { settings } from "./settings.js";
 import { story } from "./story.js";
 import { empty, errorPanel } from "./widgets.js";
@@ -67,6 +67,7 @@ function display(view, scroll) {
   document.title = view.title === "Runs" ? "assay" : `${view.title} \u00b7 assay`;
   byId("main").replaceChildren(...view.parts.filter(Boolean));
   byId("main").dataset.view = parseRoute(location.hash).parts[2] ?? parseRoute(location.hash).parts[0] ?? "overview";
+  showActive(document.querySelector(".tabs"));
   byId("announcer").textContent = view.title;
   drawCrumbs(view.crumbs);
   drawLive();

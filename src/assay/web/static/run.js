@@ -57,14 +57,14 @@ export function runHead(detail, active) {
     element("span", { class: "muted", text: facts }),
   );
   const tabs = element("nav", { class: "tabs", "aria-label": "Views of the run" }, links);
-  showActive(tabs);
+  requestAnimationFrame(() => showActive(tabs));
   return element("div", {}, head, tabs);
 }
 
 // On a phone, the tabs are wider than the screen: the active one is scrolled into view.
-function showActive(tabs) {
-  const active = tabs.querySelector("[aria-current]");
-  if (active) requestAnimationFrame(() => (tabs.scrollLeft = active.offsetLeft - (tabs.clientWidth - active.offsetWidth) / 2));
+export function showActive(tabs) {
+  const active = tabs?.querySelector("[aria-current]");
+  if (active) tabs.scrollLeft = active.offsetLeft - (tabs.clientWidth - active.offsetWidth) / 2;
 }
 
 export function runCrumbs(detail, ...more) {
