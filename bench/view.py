@@ -225,6 +225,7 @@ def requests(steps: int, rng: random.Random) -> dict[str, Callable[[], str]]:
         "search with filters": lambda: listing(search=rare()[:6], status="ok", sort="length", order="desc"),
         "one rollout": lambda: f"{base}/rollouts/train/{rng.randint(1, steps)}/{rng.randint(0, PROMPTS * SAMPLES - 1)}",
         "group": lambda: f"{base}/groups/{rng.randint(1, steps)}/{rng.randint(0, PROMPTS - 1)}",
+        "story of a prompt": lambda: f"{base}/story?prompt=gsm8k/train/{rng.randint(0, QUESTIONS - 1)}",
         "compare": lambda: (
             f"{base}/compare?a={before}&b={after}&offset={rng.randint(0, 500)}&show={rng.choice(['all', 'lost'])}"
         ),

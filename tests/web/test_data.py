@@ -54,12 +54,39 @@ def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
         run.write_summary({"steps": 8})
     view = RunView("one", tmp_path / "one")
     view.detail()
-    if view._diagnosing is not None:
-        view._diagnosing.result()
+    view.doctor.findings(False, None)
     detail = view.detail()
     findings = detail["findings"]
     assert not detail["findings_pending"]
     assert findings and findings[0].keys() == {"name", "evidence", "remedy", "severity", "examples"}
+
+
+def test_the_list_has_the_same_findings_without_reading_answers(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "one", CONFIG) as run:
+        for step in range(1, 9):
+            row = {"reward/mean": 0.0, "reward/range": 0.0, "reward/std": 0.0, "groups/zero_variance": 1.0}
+            run.log(step, {**row, "advantage/zero": 1.0, "sampling/answers": 64.0 * step, "status/wrong": 1.0})
+        run.write_summary({"steps": 8})
+    view = RunView("one", tmp_path / "one")
+    assert view.facts()["findings_pending"] in (True, False)  # not waited for
+    view._quick_doctor.findings(False, None)
+    badge = view.facts()["badge"]
+    view.doctor.findings(False, None)
+    first = view.detail()["findings"][0]
+    assert badge == view.facts()["badge"] and badge["severity"] == first["severity"] != "note"
+    assert badge["evidence"] == first["evidence"] and badge["count"] >= 1
+
+
+def test_remaining_time_is_the_median_of_recent_steps(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "one", CONFIG) as run:
+        view = RunView("one", tmp_path / "one")
+        assert view.facts()["eta_s"] is None  # before the first step
+        run.write_status("running", 50)
+        for step, seconds in enumerate([100.0] * 10 + [2.0] * 25, start=1):
+            run.log(step, {"reward/mean": 0.0, "time/step": seconds, "time/tokens_per_s": 10.0 * step})
+        facts = view.facts()
+        assert facts["eta_s"] == pytest.approx((50 - 35) * 2.0) and facts["tokens_per_s"] == pytest.approx(255.0)
+    assert view.facts()["eta_s"] is None  # no longer running
 
 
 # Rollouts
@@ -82,7 +109,7 @@ def test_the_detail_of_a_run(view: RunView) -> None:
 
 
 def test_pages_of_rollouts(view: RunView) -> None:
-    page = listed(view, limit=2, offset=6)
+    page = listed(view, limit=2, offset=4)
     assert (page["total"], page["statuses"]) == (12, {"ok": 7, "wrong": 4, "no_answer": 1})
     assert [(row["step"], row["index"], row["preview"]) for row in page["rows"]] == [
         (2, 0, "Second Try 0"),
@@ -92,7 +119,7 @@ def test_pages_of_rollouts(view: RunView) -> None:
     assert (row["prompt_id"], row["prompt_preview"], row["group"], row["sample"]) == ("p1", "what is p1?", 0, 0)
     assert (row["status"], row["reward"], row["advantage"], row["length"]) == ("ok", 1.0, 0.5, 13)
     assert (row["finish"], row["truncated"], row["version"], row["turns"]) == ("stop", False, 3, 1)
-    assert row["changed"] == "gained" and row["source"] == "train"
+    assert row["changed"] == "gained" and row["source"] == "train" and row["passed"] == [1, 2]
     assert listed(view, offset=1000)["rows"] == []
     searched = listed(view, search="second TRY")
     assert searched["total"] == 2 and searched["searched"] == {"done": 5, "total": 5}
@@ -269,7 +296,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert [(e["label"], e["step"], e["count"]) for e in detail["evals"]] == [
         *(("before", 0, 5), ("eval", 1, 4), ("eval", 2, 4), ("after", 2, 5))
     ]
-    page = listed(view)
+    page = listed(view, order="asc")
     groups = rollouts.read_rollouts(path, 1) + rollouts.read_rollouts(path, 2)
     assert page["total"] == len(page["rows"]) == 18
     assert [row["reward"] for row in page["rows"]] == [r.reward for group in groups for r in group.rollouts]

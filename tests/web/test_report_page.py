@@ -40,10 +40,11 @@ def test_a_report_opens_without_a_server(chromium: Any, report: Path, theme: str
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-ready]")
     assert page.locator("#curves svg").count() >= 1 and page.locator("#curves path.curve").first.get_attribute("d")
+    assert page.locator("details.sample[open]").count() == 2  # a question gained, and an answer token by token
+    page.locator("details.sample[open] .action .token").first.wait_for()
     for sample in page.locator("details").all():
         sample.evaluate("details => { details.open = true }")
     tokens = page.locator("[data-tokens] .token")
-    tokens.first.wait_for()
     tokens.last.hover()
     assert "engine log-probability" in page.locator(".token-tip:visible").inner_text()
     assert page.evaluate("window.hacked") is None and page.locator("main img").count() == 0

@@ -32,7 +32,7 @@ def table_of(path: Path) -> RolloutTable:
 
 
 def listed(table: RolloutTable, **options: Any) -> list[str]:
-    query = RolloutsQuery(**options)
+    query = RolloutsQuery(**{"order": "asc", **options})
     numbers, _ = table.select(query, None)
     rows = [table.row(number) for number in table.ordered(numbers, query).tolist()]
     return [f"{row['step']}/{row['prompt_id']}/{row['sample']}" for row in rows]
@@ -45,6 +45,7 @@ def table(tmp_path: Path) -> RolloutTable:
 
 def test_filters(table: RolloutTable) -> None:
     assert len(listed(table)) == 12
+    assert RolloutsQuery().order == "desc"  # the newest step first
     assert listed(table, first_step=2, last_step=2) == ["2/p1/0", "2/p1/1"]
     assert listed(table, prompt="p2", statuses=("wrong", "no_answer")) == ["1/p2/2", "3/p2/0"]
     assert listed(table, min_reward=1, first_step=3) == ["3/p1/0", "3/p1/1", "3/p2/1"]
@@ -130,7 +131,27 @@ def test_evaluations_are_compared_with_the_previous_one_of_the_same_split(tmp_pa
 
 
 def prompts(table: RolloutTable, **options: Any) -> list[str]:
-    return [row["prompt_id"] for row in table.prompts(PromptsQuery(**options))["rows"]]
+    return [row["prompt_id"] for row in table.prompts(PromptsQuery(**{"sort": "id", **options}))["rows"]]
+
+
+def test_solved_prompts_are_counted_by_step(table: RolloutTable) -> None:
+    # Step 1: p1 mostly wrong, p2 mostly right; step 2: p1 once of two; step 3: p1 always, p2 once of two.
+    solved = table.prompts(PromptsQuery())["solved"]
+    assert solved == {
+        **{"first": [1, 2, 3], "last": [1, 2, 3]},
+        **{"always": [0, 0, 1], "sometimes": [2, 1, 1], "never": [0, 0, 0]},
+    }
+
+
+def test_solved_prompts_of_a_long_training_are_counted_by_parts(tmp_path: Path) -> None:
+    path, prompt = make_run(tmp_path), prompt_of("p")
+    for step in range(1, 151):
+        status = Status.OK if step > 75 else Status.WRONG
+        write_rollouts(path, step, [Group(prompt, [answer(prompt, 0, "x", status)])])
+    solved = table_of(path).prompts(PromptsQuery())["solved"]
+    assert len(solved["first"]) == table_module.PARTS and (solved["first"][0], solved["last"][-1]) == (1, 150)
+    assert sum(solved["always"]) == sum(solved["never"]) == 75 and solved["always"][-1] > 0 == solved["always"][0]
+    assert all(last + 1 == first for last, first in zip(solved["last"], solved["first"][1:], strict=False))
 
 
 def test_pass_rates_of_prompts(table: RolloutTable) -> None:

@@ -34,6 +34,7 @@ from assay.types import describe_error
 from assay.web.data import MetricsQuery, RunView, ViewError, compare, plain, shortened
 from assay.web.folder import is_run_folder
 from assay.web.index import TRAIN, activity
+from assay.web.story import StoryQuery, story
 from assay.web.table import CompareQuery, PromptsQuery, RolloutsQuery
 
 STATIC = Path(__file__).parent / "static"
@@ -305,6 +306,7 @@ class Endpoints:
             "/api/runs/{run}/rollouts/{source}/{step}/{index}": self.rollout,
             "/api/runs/{run}/neighbors/{source}/{step}/{index}": self.neighbors,
             "/api/runs/{run}/groups/{step}/{group}": self.group,
+            "/api/runs/{run}/story": lambda request: story(self.view(request), parsed(StoryQuery, request)),
             "/api/runs/{run}/compare": self.compare,
         }
 

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +19,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from assay.checks.diagnosis import diagnose_files
 from assay.runs.curves import X_LABELS, bounds_of, shown_panels
-from assay.runs.directory import RunFiles
+from assay.runs.directory import default_settings, flattened
 from assay.runs.files import json_object, to_json
 from assay.types import describe_error
+from assay.web.findings import Doctor, badge
 from assay.web.folder import MAX_DEPTH, RunFolder, RunTokenizer, Stamp, is_deeper, load_tokens, stamp_of
 from assay.web.index import (
     ARRAY_ERRORS,
@@ -41,6 +39,7 @@ from assay.web.index import (
     context_spans,
     file_name,
     fold,
+    integer,
     place_of,
     problem_of_arrays,
     read_arrays,
@@ -74,10 +73,12 @@ FACTS = (
 MAX_PROBLEMS = 20  # that are listed; the others are counted
 FINDINGS_WAIT_S = 0.05  # for findings that are not known yet
 READY_WAIT_S = 3.0  # before a diagnosis, for the index: the lists are needed first
-FINDINGS_PAUSE_S = 10.0  # at least, between two diagnoses of a run in progress
+RECENT = 20  # training steps whose median time predicts the remaining time
+MAX_SETTINGS = 1000
 INDEX_WAIT_S = 0.08  # for the index of a small run
 TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
 TOKENIZER_WAIT_S = 0.08
+MAX_PIECES = 4_000  # tokens of the answers of one request whose texts are sent
 KEPT_ARRAYS = 4  # training steps
 ANSWER_FIELDS = (
     *("sample", "text", "verdict", "reward", "advantage", "masked", "length", "finish", "truncated", "version"),
@@ -121,11 +122,8 @@ class RunView:
         self._table_files: Any = None  # the files in the table
         self._table_due = 0.0
         self._tokens: Future[tuple[RunTokenizer | None, str | None]] | None = None
-        self._findings: list[dict[str, Any]] = []
-        self._findings_problem: str | None = None
-        self._diagnosed: tuple[Any, float] = (None, 0.0)  # state of the files, and when
-        self._diagnosing: Future[None] | None = None
-        self._diagnosis_pause = FINDINGS_PAUSE_S
+        self.doctor = Doctor(self.folder, wait=self._wait_for_index)
+        self._quick_doctor = Doctor(self.folder, quick=True)
 
     @cached_property
     def index(self) -> RunIndex:
@@ -169,26 +167,40 @@ class RunView:
     def facts(self) -> dict[str, Any]:
         """One entry of the list of runs."""
         facts, problems = self.folder.facts()
-        return {"id": self.id, **shown_facts(facts), "problems": shortened(problems)}
+        running = facts["state"] == "running"
+        doctor = self.doctor if self.doctor.is_current(running) else self._quick_doctor
+        examined = doctor.findings(running, 0.0)
+        return {
+            "id": self.id,
+            **shown_facts(facts),
+            **pace(self.folder, facts),
+            "folder": str(self.folder.path.parent),
+            "badge": badge(examined.findings),
+            "findings_pending": examined.pending,
+            "problems": shortened(problems),
+        }
 
     def detail(self, findings_wait_s: float | None = FINDINGS_WAIT_S) -> dict[str, Any]:
         """`findings_wait_s`: for the doctor; None: until it has finished."""
         self.tokens(0.0)  # begins to load the tokenizer, which is needed soon
         table = self.current_table()
         facts, problems = self.folder.facts()
-        findings, finding_problem = self.findings(facts["state"] == "running", findings_wait_s)
-        problems = [*problems, *(problem for problem in (finding_problem, self.index.problem) if problem)]
+        examined = self.doctor.findings(facts["state"] == "running", findings_wait_s)
+        problems = [*problems, *(problem for problem in (examined.problem, self.index.problem) if problem)]
         problems += [problem for file in table.files for problem in file.problems]
         places = [place for name in self.index.names if (place := place_of(name)) is not None]
         names = sorted(places, key=lambda place: place.order)
         return {
             "id": self.id,
             **shown_facts(facts),
+            **pace(self.folder, facts),
             "config": facts["config"],
+            "changed": changed_settings(facts["config"] or {}),
             "environment": self.folder.document("environment.json")[0],
             "summary": self.folder.document("summary.json")[0],
-            "findings": findings,
-            "findings_pending": self._diagnosing is not None and not self._diagnosing.done(),
+            "findings": examined.findings,
+            "badge": badge(examined.findings),
+            "findings_pending": examined.pending,
             "train_steps": [place.step for place in names if place.source == TRAIN],
             "skipped": [self._skipped(place.step) for place in names if place.source == SKIPPED],
             "evals": [self._listed_evaluation(place) for place in names if place.is_evaluation],
@@ -209,33 +221,9 @@ class RunView:
         number = self.table.numbers.get(file_name(place.source, place.step))
         return evaluation_facts(place, None if number is None else self.table.files[number])
 
-    def findings(self, running: bool, wait_s: float | None) -> tuple[list[dict[str, Any]], str | None]:
-        """The doctor's findings, computed in another thread: those known so far, if it takes long."""
-        self.folder.metrics.read()
-        state = self.folder.metrics.stamp, self.folder.document("summary.json")[0], running
-        known, when = self._diagnosed
-        is_due = state != known and (not running or time.monotonic() - when >= self._diagnosis_pause)
-        if is_due and (self._diagnosing is None or self._diagnosing.done()):
-            self._diagnosed = state, time.monotonic()
-            self._diagnosing = _threads.submit(self._diagnose)
-        if self._diagnosing is not None:
-            with suppress(NotYet):
-                self._diagnosing.result(wait_s)
-        return self._findings, self._findings_problem
-
-    def _diagnose(self) -> None:
+    def _wait_for_index(self) -> None:
         if self._request_index is not None:
             self._ready.wait(READY_WAIT_S)
-        start = time.monotonic()
-        try:
-            self.folder.check_regular()
-            causes = diagnose_files(RunFiles(self.folder.root), self.folder.metrics.steps())
-        except Exception as error:  # rules expect intact files
-            self._findings, self._findings_problem = [], f"the doctor cannot read this run ({describe_error(error)})"
-            return
-        self._diagnosis_pause = max(FINDINGS_PAUSE_S, 20 * (time.monotonic() - start))
-        self._findings_problem = None
-        self._findings = [asdict(cause) for cause in causes]
 
     def metrics(self, query: MetricsQuery) -> dict[str, Any]:
         """Curves. Without names: all that have a panel."""
@@ -328,14 +316,8 @@ class RunView:
         if not indices:
             raise ViewError(f"step {step} has no group {group}")
         lines = self.lines(file, indices)
-        rollouts = [
-            {
-                **{name: line.get(name) for name in ANSWER_FIELDS},
-                **self._position(file, index),
-                "turns": turns_of(line, None),
-            }
-            for index, line in zip(indices, lines, strict=True)
-        ]
+        rollouts = [self.answer(file, index, line) for index, line in zip(indices, lines, strict=True)]
+        self.add_pieces([(file, index, line) for index, line in zip(indices, lines, strict=True)], rollouts)
         groups = np.unique(file.rows["group"]).tolist()
         at = groups.index(group)
         shown = ("messages", "answer", "solution", "fields", "task")
@@ -348,6 +330,14 @@ class RunView:
             "previous": groups[at - 1] if at > 0 else None,
             "next": groups[at + 1] if at + 1 < len(groups) else None,
             "problems": file.problems,
+        }
+
+    def answer(self, file: IndexedFile, index: int, line: Mapping[str, Any]) -> dict[str, Any]:
+        """A rollout in a list of answers to the same prompt."""
+        return {
+            **{name: line.get(name) for name in ANSWER_FIELDS},
+            **self._position(file, index),
+            "turns": turns_of(line, None),
         }
 
     def _position(self, file: IndexedFile, index: int) -> dict[str, Any]:
@@ -412,6 +402,35 @@ class RunView:
             self._tokens = None  # a checkpoint may be saved later
         return tokens, problem
 
+    def add_pieces(
+        self, lines: Sequence[tuple[IndexedFile, int, Mapping[str, Any]]], answers: Sequence[dict[str, Any]]
+    ) -> None:
+        """Add the texts of the tokens to answers, as far as they are known quickly; else `pieces` is None."""
+        left = MAX_PIECES
+        for (file, index, line), answer in zip(lines, answers, strict=True):
+            answer["pieces"] = self._pieces(file, index, line) if 0 < integer(line.get("length")) <= left else None
+            left -= integer(line.get("length"))
+
+    def _pieces(self, file: IndexedFile, index: int, line: Mapping[str, Any]) -> list[str] | None:
+        """The texts of the tokens of an answer. None if they are not known, or are not the text of the answer."""
+        texts, _ = self.tokens(0.0)
+        text = line.get("text")
+        if texts is None or file.place.is_evaluation or len(line["turns"]) > 1 or not isinstance(text, str):
+            return None
+        try:
+            arrays = self._step_arrays(file)
+            first, end = arrays["offsets"][index : index + 2].tolist()
+            ids = arrays["token_ids"][first + sum(context_end for _, context_end in context_spans(line)) : end].tolist()
+            pieces, at = [], 0
+            for piece in texts.pieces(ids)[0]:
+                if at == len(text):  # what follows ends the answer
+                    break
+                pieces.append(piece)
+                at += len(piece)
+        except Exception:  # as in `_token_table`: damaged arrays, or ids of another vocabulary
+            return None
+        return pieces if "".join(pieces) == text else None
+
     def _token_table(
         self, file: IndexedFile, index: int, line: Mapping[str, Any]
     ) -> tuple[dict[str, Any] | None, str | None, list[str] | None]:
@@ -448,6 +467,31 @@ def shown_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": facts["run"], **{key: facts.get(key) for key in FACTS}}
 
 
+def pace(folder: RunFolder, facts: Mapping[str, Any]) -> dict[str, float | None]:
+    """Of a run in progress: seconds that the other steps will take, and sampled tokens per second."""
+    steps, planned, budget, answers = (facts[key] for key in ("steps", "steps_planned", "budget", "answers"))
+    step_s, tokens_per_s = (recent(folder, f"time/{name}") for name in ("step", "tokens_per_s"))
+    if facts["state"] != "running" or not steps or step_s is None:
+        return {"eta_s": None, "tokens_per_s": None}
+    left = [planned - steps] if planned else []
+    left += [(budget - answers) / (answers / steps)] if budget and answers else []
+    return {"eta_s": max(min(left), 0) * step_s if left else None, "tokens_per_s": tokens_per_s}
+
+
+def recent(folder: RunFolder, metric: str) -> float | None:
+    """The median of the last values of a metric."""
+    _, values = folder.metrics.columns.get(metric, (None, ()))
+    return float(np.median(values[-RECENT:])) if len(values) else None
+
+
+def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key, value and default of the settings that differ from their defaults."""
+    defaults = default_settings()
+    flat = list(flattened(config).items())[:MAX_SETTINGS]
+    changed = [(key, value) for key, value in flat if value != defaults.get(key)]
+    return [(key, value, defaults.get(key)) for key, value in changed if key not in ("name", "runs_dir")]
+
+
 def evaluation_facts(place: Place, file: IndexedFile | None) -> dict[str, Any]:
     """`file`: None if it is not indexed yet."""
     return {
@@ -462,7 +506,12 @@ def compare(view_a: RunView, view_b: RunView, query: CompareQuery) -> dict[str, 
     files = [(view_a, view_a.evaluation(query.a)), (view_b, view_b.evaluation(query.b))]
     pairing = paired(files[0][1], files[1][1])
     if not pairing.keys:
-        raise ViewError("the two evaluations have no question in common", 400)
+        sides = zip((pairing.a, pairing.b), files, strict=True)
+        sizes = " and ".join(f"{len(side.shares)} of {view.id}" for side, (view, _) in sides)
+        raise ViewError(
+            f"the two evaluations have no question in common ({sizes}): a paired test needs the same task and split",
+            400,
+        )
     folded = fold(query.search)
     prompts = pairing.a.prompts
     found = [key for key in pairing.keys if not folded or any(folded in fold(text) for text in prompts[key])]

@@ -28,9 +28,8 @@ from markupsafe import Markup
 from assay import __version__
 from assay.runs.console import duration, percent, printable
 from assay.runs.curves import X_LABELS
-from assay.runs.directory import default_settings, flattened
 from assay.types import describe_error, hide_credentials, plural
-from assay.web.data import MetricsQuery, RunView, ViewError, compare, plain
+from assay.web.data import MetricsQuery, RunView, ViewError, changed_settings, compare, plain
 from assay.web.folder import finite_number
 from assay.web.index import TRAIN, IndexedFile
 from assay.web.table import CompareQuery, RolloutsQuery, paired
@@ -59,7 +58,6 @@ LEVELS = (  # tried in this order, until the file is small enough
 IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 MAX_VALUE = 2000  # characters of a setting, a path, a name
-MAX_SETTINGS = 1000
 NONE = "\u2013"
 INTERVAL = "95\u00a0% interval"
 STATE_TONES = {"finished": "good", "failed": "bad", "interrupted": "warn"}
@@ -432,14 +430,6 @@ def place(known: Mapping[str, Any]) -> str:
         dirty = ", with changes that are not in the commit" if git.get("dirty") else ""
         where.append(f"at the git commit {git['commit']}{dirty}")
     return " ".join(where)
-
-
-def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Key, value and default of the settings that differ from their defaults."""
-    defaults = default_settings()
-    flat = list(flattened(config).items())[:MAX_SETTINGS]
-    changed = [(key, value) for key, value in flat if value != defaults.get(key)]
-    return [(key, value, defaults.get(key)) for key, value in changed if key not in ("name", "runs_dir")]
 
 
 def setting(value: Any) -> str:

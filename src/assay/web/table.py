@@ -29,6 +29,7 @@ CHANGES = {GAINED: "gained", LOST: "lost"}
 SEARCH_S = 0.11  # for one search; the next request with the same text continues it
 CACHED_SEARCHES = 16
 CACHED_TEXT = 512 * 2**20  # bytes of texts that are kept in memory
+PARTS = 60  # of a training, in which solved prompts are counted
 QUESTION = 200  # characters that are shown in lists
 MAX_PARAMETER = 2000  # characters
 MAX_LIMIT = 500  # rows of one answer
@@ -59,7 +60,7 @@ class Page(BaseModel):
 
 class PromptsQuery(Page):
     source: Literal["train", "eval"] = "train"
-    sort: Literal["id", "pass_rate", "change", "seen"] = "id"
+    sort: Literal["id", "pass_rate", "change", "seen"] = "pass_rate"
     order: Order = "asc"
 
 
@@ -67,7 +68,7 @@ class RolloutsQuery(Page):
     """Which rollouts are listed, and in which order."""
 
     sort: Literal["step", "reward", "length", "advantage"] = "step"
-    order: Order = "asc"
+    order: Order = "desc"
     source: Text = TRAIN
     first_step: Annotated[Integer | None, Field(alias="from")] = None
     last_step: Annotated[Integer | None, Field(alias="to")] = None
@@ -144,6 +145,8 @@ class RolloutTable:
             self.correct[order] & (before < 0.5), GAINED, np.where(~self.correct[order] & (before > 0.5), LOST, 0)
         )
         self.changed = changed
+        self.rate = np.empty(len(order), np.int64)  # of each row: the position of its prompt and time in the rates
+        self.rate[order] = group
 
     @staticmethod
     def _series(place: Place, splits: Sequence[str]) -> int:
@@ -212,14 +215,14 @@ class RolloutTable:
         if query.sort == "step":
             if query.order == "asc":
                 return numbers
-            # The newest step first, and the answers of a step in their own order.
-            return numbers[np.argsort(-self.step[numbers], kind="stable")]
+            # The newest step or evaluation first, and its answers in their own order.
+            return numbers[np.argsort(-self.file[numbers], kind="stable")]
         values = self.rows[query.sort][numbers].astype(float)
         return numbers[np.argsort(values if query.order == "asc" else -values, kind="stable")]
 
     def row(self, number: int) -> dict[str, Any]:
         row, file = self.rows[number], self.file[number]
-        prompt = int(self.prompt[number])
+        prompt, rate = int(self.prompt[number]), self.rate[number]
         return {
             **self.place_of_row(number),
             **{name: row[name].item() for name in ("group", "sample", "length", "truncated", "version", "turns")},
@@ -231,6 +234,7 @@ class RolloutTable:
             "advantage": _number(row["advantage"]),
             "finish": FINISHES[row["finish"]] or None,
             "changed": CHANGES.get(int(self.changed[number])),
+            "passed": [int(self.rate_correct[rate]), int(self.rate_count[rate])],  # answers to the prompt at this time
         }
 
     # Prompts
@@ -243,7 +247,8 @@ class RolloutTable:
         order = np.argsort(prompt, kind="stable")
         chosen, prompt, count, correct = chosen[order], prompt[order], count[order], correct[order]
         if not len(chosen):
-            return {"total": 0, "rows": []}
+            return {"total": 0, "rows": [], "solved": {}}
+        solved = self._solved(chosen)
         numbers, first = np.unique(prompt, return_index=True)
         ends = np.append(first[1:], len(prompt)).astype(int)
         seen = np.add.reduceat(count, first)
@@ -271,7 +276,20 @@ class RolloutTable:
             }
             for at in keep[query.offset : query.offset + query.limit].tolist()
         ]
-        return {"total": len(keep), "rows": rows}
+        return {"total": len(keep), "rows": rows, "solved": solved}
+
+    def _solved(self, chosen: np.ndarray) -> dict[str, list[int]]:
+        """By step, or by part of the training: how many prompts all, some or none of their answers solved."""
+        steps = np.array([file.place.step for file in self.files], np.int64)[self.rate_time[chosen]]
+        known, at = np.unique(steps, return_inverse=True)
+        parts = min(PARTS, len(known))
+        part = np.arange(len(known)) * parts // len(known)  # of each step
+        begins = np.searchsorted(part, np.arange(parts))
+        correct, count = self.rate_correct[chosen], self.rate_count[chosen]
+        kinds = {"always": correct == count, "sometimes": (correct > 0) & (correct < count), "never": correct == 0}
+        numbers = {kind: np.bincount(part[at], which, parts).astype(int).tolist() for kind, which in kinds.items()}
+        ends = np.append(begins[1:], len(known)) - 1
+        return {"first": known[begins].tolist(), "last": known[ends].tolist(), **numbers}
 
     def matching_prompts(self, folded: bytes) -> np.ndarray:
         """Numbers of the prompts with this text in their id or question."""

@@ -54,9 +54,11 @@ HOSTILE = (
 LONG = 100_000  # tokens
 
 
-TRAIN_TWICE = """
+TRAIN = """
 from assay.cli.main import main
 main(["train", "small.toml"]) or main(["train", "small.toml", "--name", "other", "--seed", "1"])
+main(["train", "small.toml", "--name", "useless", "--reward.function", "zero.py:reward", "--train.steps", "8",
+      "--eval.every", "0"])
 """
 
 
@@ -70,18 +72,20 @@ def python(*words: str, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="session")
 def browser_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs: small, other, hostile, damaged, long (100,000 tokens), skipped (a batch that was not
-    trained)."""
+    """A folder with runs: small, other, useless (all rewards are equal), hostile, damaged, long (100,000 tokens),
+    skipped (a batch that was not trained), repeated (equal answers)."""
     folder = tmp_path_factory.mktemp("browser")
     (folder / "reward.py").write_text(REWARD)
+    (folder / "zero.py").write_text("def reward(completion, answer):\n    return 0.0\n")
     (folder / "small.toml").write_text(SMALL + f'function = "{folder}/reward.py:reward"\n')
     runs = folder / "runs"
-    output, _ = python("-c", TRAIN_TWICE, folder=folder).communicate(timeout=300)
-    assert (runs / "other" / "summary.json").exists(), output
+    output, _ = python("-c", TRAIN, folder=folder).communicate(timeout=300)
+    assert (runs / "useless" / "summary.json").exists(), output
     make_hostile(runs)
     make_damaged(runs)
     make_long(runs)
     make_skipped(runs)
+    make_repeated(runs)
     return runs
 
 
@@ -134,6 +138,21 @@ def make_skipped(runs: Path) -> None:
     run = runs / "skipped"
     shutil.copytree(runs / "small", run)
     dump_batch(run, 3, read_rollouts(run, 3), [Fault(float("nan"), 1.0, [], [])])
+
+
+def make_repeated(runs: Path) -> None:
+    """An interrupted run whose first group has the same answer three times, and another one with a lower reward."""
+    run = runs / "repeated"
+    shutil.copytree(runs / "small", run)
+    shutil.rmtree(run / "evals")
+    (run / "summary.json").unlink()
+    path = run / "rollouts" / "step-000001.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        text, reward, status = ("the other end", 0.25, "wrong") if line["sample"] == 1 else ("the end", 1.0, "ok")
+        if line["group"] == 0:
+            line |= {"text": text, "reward": reward, "verdict": {**line["verdict"], "status": status}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 class View:

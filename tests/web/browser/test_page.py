@@ -26,7 +26,8 @@ EVERY_VIEW = [
     *("#/", "#/run/{run}", "#/run/{run}?x=time", "#/run/{run}/prompts", "#/run/{run}/prompts?source=eval"),
     *("#/run/{run}/rollouts", "#/run/{run}/rollouts?source=" + AFTER, "#/run/{run}/rollout/train/1/0"),
     *("#/run/{run}/rollout/" + AFTER + "/6/0", "#/run/{run}/group/1/0", "#/run/{run}/changes?show=all"),
-    *("#/run/{run}/config", "#/compare?runs={run},other"),
+    *("#/run/{run}/story?prompt=abacus/train/0", "#/run/{run}/config", "#/compare?runs={run},other"),
+    *("#/?checked={run},other&sort=reward&order=asc", "#/run/{run}/rollouts?sort=reward&order=desc"),
 ]
 
 
@@ -51,8 +52,14 @@ def facts(tab: Tab, selector: str = ".facts") -> dict[str, str]:
 
 
 def rows(tab: Tab) -> list[list[str]]:
-    """Texts of the cells of the table."""
-    return tab.page.locator("main tbody tr").evaluate_all(
+    """Texts of the cells of the table, without the titles of groups."""
+    return tab.page.locator("main tbody tr[data-href]").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+    )
+
+
+def rows_of(tab: Tab, selector: str) -> list[list[str]]:
+    return tab.page.locator(f"{selector} tbody tr").evaluate_all(
         "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
     )
 
@@ -72,7 +79,11 @@ def test_the_list_of_runs_shows_the_results_of_each_run(tab: Tab, browser_runs: 
         summary = json.loads((browser_runs / name / "summary.json").read_text())
         reward = [row["reward/mean"] for row in lines_of(browser_runs / name / "metrics.jsonl") if "reward/mean" in row]
         _, _, state, task, algorithm, steps, shown_reward, before, after, *_ = shown[name]
-        assert state == "finished" and task.split("\n")[0] == summary["task"] and algorithm == summary["algorithm"]
+        assert (
+            state.split("\n")[0] == "finished"
+            and task.split("\n")[0] == summary["task"]
+            and algorithm == summary["algorithm"]
+        )
         assert steps == f"{summary['steps']} / {summary['steps']}"
         assert number(shown_reward) == pytest.approx(reward[-1], abs=1e-3)
         for text, result in ((before, summary["before"]), (after, summary["after"])):
@@ -147,11 +158,12 @@ def test_prompts_have_the_pass_rates_of_the_files(tab: Tab, browser_runs: Path) 
         assert number(seen) in (len(expected), len(steps[prompt_id]))
         assert number(rate) == pytest.approx(100 * sum(expected) / len(expected), abs=0.51)
     assert page.locator(".heat rect").count() - 5 == sum(map(len, steps.values()))  # 5: the legend
-    page.get_by_role("button", name="Pass rate").click()
-    tab.until("location.hash.includes('sort=pass_rate')")
-    page.locator("th[aria-sort=ascending]", has_text="Pass rate").wait_for()
     rates = [number(row[3]) for row in rows(tab)]
-    assert rates == sorted(rates)
+    assert rates == sorted(rates)  # the hardest prompts first
+    page.get_by_role("button", name="Pass rate").click()
+    tab.until("location.hash.includes('order=desc')")
+    page.locator("th[aria-sort=descending]", has_text="Pass rate").wait_for()
+    assert [number(row[3]) for row in rows(tab)] == sorted(rates, reverse=True)
     page.get_by_role("button", name="Evaluations").click()
     evaluated = [line["prompt_id"] for path in browser_runs.glob("small/evals/*") for line in lines_of(path)]
     tab.until(f"document.querySelector('.pager .count').innerText.endsWith('of {len(set(evaluated))} prompts')")
@@ -171,11 +183,11 @@ def test_filters_change_the_list_and_the_address(tab: Tab, browser_runs: Path) -
     page.locator(".chip[data-status=ok]").click()
     tab.until("location.hash.includes('status=ok')")
     page.locator(".chip[data-status=ok][aria-pressed=true]").wait_for()
-    assert {row[2] for row in rows(tab)} == {"ok"} and total(tab) < before
+    assert {row[0] for row in rows(tab)} == {"ok"} and total(tab) < before
     page.locator("input[name=step]").fill("2")
     page.keyboard.press("Tab")
     tab.until("location.hash.includes('step=2')")
-    tab.until("[...document.querySelectorAll('main tbody tr')].every(row => row.cells[0].innerText === '2')")
+    tab.until("[...document.querySelectorAll('.group-head')].every(row => row.innerText.startsWith('Step 2,'))")
     ok = sum(line["verdict"]["status"] == "ok" for line in train_lines(browser_runs / "small")[2])
     assert total(tab) == ok == len(rows(tab))
     page.get_by_role("searchbox").fill("no answer has this text")
@@ -214,7 +226,9 @@ def test_tokens_show_the_numbers_of_the_arrays(tab: Tab, browser_runs: Path) -> 
         advantage = float(arrays["advantages"][index])
     page = tab.open(f"#/run/small/rollout/train/{step}/{index}")
     tokens = page.locator(".token")
-    tokens.first.wait_for()  # the tokenizer may still be loading
+    tokens.last.wait_for()  # the tokenizer may still be loading
+    assert not tokens.first.is_visible()  # the prompt is shown once, above
+    page.locator("details.segment > summary").click()
     assert tokens.count() == end - start
     sampled = np.flatnonzero(part["loss_mask"])
     for place in (sampled[0], sampled[-1]):
@@ -315,12 +329,14 @@ def test_keyboard(tab: Tab) -> None:
     page.locator(".pager").wait_for()
     page.keyboard.press("j")
     page.keyboard.press("Enter")
-    page.locator(".token").first.wait_for()
+    page.locator(".token").last.wait_for()
+    assert page.url.endswith("/rollout/train/6/0")  # the newest step
     page.keyboard.press("j")
-    tab.until("location.hash.endsWith('/rollout/train/1/1')")
+    tab.until("location.hash.endsWith('/rollout/train/6/1')")
     tab.until("document.querySelector('h2').innerText.includes('rollout 1')")
     page.keyboard.press("k")
     tab.until("document.querySelector('h2').innerText.includes('rollout 0')")
+    page.locator("details.segment > summary").click()
     page.locator(".token").first.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -360,7 +376,7 @@ def test_on_a_phone_no_view_is_too_wide_and_controls_have_names(open_tab: Callab
         page = tab.open(fragment.format(run="small"))
         nameless = page.evaluate(
             """[...document.querySelectorAll('button, a[href], input, select')]
-            .filter(one => !one.innerText?.trim() && !one.getAttribute('aria-label') && !one.labels?.length)
+            .filter(one => !one.textContent?.trim() && !one.getAttribute('aria-label') && !one.labels?.length)
             .map(one => one.outerHTML)"""
         )
         assert nameless == [] and is_as_wide_as_a_phone(page), fragment
@@ -395,7 +411,7 @@ def test_damaged_runs_and_missing_views_say_what_cannot_be_shown(tab: Tab) -> No
     assert page.locator('[data-metric="reward/mean"] .curve').count() == 1
     tab.open("#/run/damaged/rollouts")
     page.locator(".pager").wait_for()
-    assert "step-000002.jsonl" in problems.text_content() and "2" not in {row[0] for row in rows(tab)}
+    assert "step-000002.jsonl" in problems.text_content() and "Step 2," not in tab.text("main table")
     tab.open("#/run/damaged/rollout/train/3/0")
     assert "step-000003.npz" in tab.text("main") and page.locator(".token").count() == 0
     tab.expected_statuses = {404}
@@ -412,7 +428,7 @@ def test_a_long_rollout_does_not_block_the_page(tab: Tab) -> None:
     """The page reacts while its 100,000 tokens are still being added."""
     page = tab.page
     page.evaluate("location.hash = '#/run/long/rollout/train/7/0'")
-    page.locator(".token").first.wait_for()
+    page.locator(".action .token").first.wait_for()
     assert page.locator(".token-view[data-complete]").count() == 0
     page.keyboard.press("t")
     tab.until("document.documentElement.dataset.theme")
@@ -464,7 +480,7 @@ def test_other_tokens_are_refused_with_an_explanation(tab: Tab) -> None:
 
 def places(tab: Tab) -> list[tuple[str, int, int]]:
     """Source, step and index of the rows of the table."""
-    links = tab.page.locator("main tbody tr").evaluate_all("rows => rows.map(row => row.dataset.href)")
+    links = tab.page.locator("main tbody tr[data-href]").evaluate_all("rows => rows.map(row => row.dataset.href)")
     parts = [link.partition("?")[0].split("/")[-3:] for link in links]
     return [(unquote(source), int(step), int(index)) for source, step, index in parts]
 
@@ -496,7 +512,7 @@ def test_next_and_previous_walk_through_the_list_from_which_a_rollout_was_opened
 def test_skipped_batches_are_shown_as_not_trained(tab: Tab, browser_runs: Path) -> None:
     page = tab.open("#/run/skipped")
     page.get_by_role("link", name="Show the skipped rollouts").click()
-    tab.until("document.querySelectorAll('main tbody tr').length == 24")
+    tab.until("document.querySelectorAll('main tbody tr[data-href]').length == 24")
     assert page.locator("main tbody .pill", has_text="not trained").count() == 24
     assert "Step 3: an update was skipped, because the loss is not finite." in tab.text(".skipped-note")
     page.locator("main tbody tr .row-link").first.click()
@@ -506,7 +522,8 @@ def test_skipped_batches_are_shown_as_not_trained(tab: Tab, browser_runs: Path) 
         "main .head:has(h2)"
     )
     page.get_by_role("link", name="Compare the group").click()
-    tab.until("document.querySelectorAll('.card').length == 4")
+    tab.until("document.querySelectorAll('.card').length >= 1")
+    assert "of 4 answers" in tab.text("main .head:has(h2)")
     assert tab.open("#/run/small").get_by_text("not trained").count() == 0
     assert "skipped" not in tab.open("#/run/small/rollouts").locator("select[name=source]").inner_text()
 
@@ -531,3 +548,195 @@ def test_the_chart_of_results_has_three_to_five_ticks(tab: Tab) -> None:
         return bad;
     }}""")
     assert bad == []
+
+
+# The list, the story of a question, and pictures
+
+
+def test_the_badge_of_the_doctor_colors_the_state_of_a_run(tab: Tab, browser_runs: Path) -> None:
+    """`useless` has finished with equal rewards only: it must not look like a success."""
+    row = tab.page.locator("main tbody tr", has=tab.page.get_by_role("link", name="useless", exact=True))
+    row.locator(".badge").wait_for()
+    findings = json.loads((browser_runs / "useless" / "summary.json").read_text())["diagnosis"]
+    assert findings[0]["severity"] in ("error", "warning")
+    assert row.locator(".badge").inner_text().split()[1].startswith(findings[0]["severity"])
+    assert row.locator(".badge").get_attribute("title") == findings[0]["evidence"]
+    assert "good" not in (row.locator(".pill", has_text="finished").get_attribute("class") or "")
+    tab.open("#/?sort=state&order=asc")
+    tab.until("document.querySelector('main tbody .badge.bad, main tbody .badge.warn')")
+
+
+def test_columns_of_the_list_sort_and_the_address_keeps_the_order(tab: Tab) -> None:
+    page = tab.open("#/")
+    page.locator("th button", has_text="After").click()
+    tab.until("location.hash.includes('sort=after')")
+    accuracies = [number(row[8].split("\n")[0]) for row in rows(tab) if row[8]]
+    assert len(accuracies) > 2 and accuracies == sorted(accuracies, reverse=True)
+    assert rows(tab)[-1][8] == ""  # damaged: no summary
+    page.locator("th button", has_text="After").click()
+    page.locator("th[aria-sort=ascending]", has_text="After").wait_for()
+    page.reload()
+    page.locator("th[aria-sort=ascending]", has_text="After").wait_for()
+    assert [number(row[8].split("\n")[0]) for row in rows(tab) if row[8]] == accuracies[::-1]
+
+
+def test_checked_runs_are_drawn_above_the_list_on_one_scale(tab: Tab) -> None:
+    page = tab.open("#/")
+    assert page.locator("figure.chart").count() == 0
+    for name in ("small", "other"):
+        page.get_by_label(f"Compare {name}", exact=True).check()
+    tab.until("document.querySelectorAll('figure.chart .series').length == 2")
+    assert page.locator("figure.chart .legend li").all_inner_texts() == ["small", "other"]
+    page.reload()
+    tab.until("document.querySelectorAll('figure.chart .series').length == 2")
+    tab.until("document.querySelectorAll('[data-run] svg path').length > 3")
+    page.get_by_label("Compare other", exact=True).uncheck()
+    tab.until("document.querySelectorAll('figure.chart .series').length == 1")
+    # Curves of equal values have equal heights in all rows, whatever the range of the run is.
+    end = "name => document.querySelector(`[data-run=${name}] circle`).getAttribute('cy')"
+    last = {row[1].split("\n")[0]: row[6] for row in rows(tab)}
+    by_reward = sorted(("small", "other", "useless"), key=lambda name: number(last[name]))
+    heights = [float(page.evaluate(end, name)) for name in by_reward]
+    assert heights == sorted(heights, reverse=True) and heights[0] == pytest.approx(21)  # 0 is the bottom
+
+
+def test_rollouts_show_their_question_and_its_pass_rate_newest_first(tab: Tab, browser_runs: Path) -> None:
+    tab.open("#/run/small/rollouts")
+    tab.until("document.querySelectorAll('.group-head').length > 2")
+    lines = train_lines(browser_runs / "small")[6]
+    heads = tab.page.locator(".group-head").all_inner_texts()
+    for number_of, head in enumerate(heads[:6]):
+        group = [line for line in lines if line["group"] == number_of]
+        correct = sum(line["verdict"]["status"] == "ok" for line in group)
+        assert f"Step 6, group {number_of}" in head and group[0]["messages"][-1]["content"] in head
+        assert f"{correct} of {len(group)} correct" in head
+    headings = tab.page.locator("main th").all_inner_texts()
+    assert "Answer" in headings and "Turns" not in headings  # all have one turn
+    tab.open("#/run/small/rollouts?sort=length&order=desc")
+    tab.page.locator("td .question-line").first.wait_for()
+
+
+def test_a_group_has_each_answer_once_and_marks_where_it_differs(tab: Tab, browser_runs: Path) -> None:
+    run = browser_runs / "repeated"
+    page = tab.open("#/run/repeated/group/1/0")
+    tab.until("document.querySelector('.card mark')")
+    lines = [line for line in train_lines(run)[1] if line["group"] == 0]
+    cards = page.locator(".card")
+    assert cards.count() == len({line["text"] for line in lines}) == 2
+    assert cards.first.locator(".pill").first.inner_text() == f"\u00d7{len(lines) - 1}"
+    rewards = [number(re.findall(r"reward (\S+)", text)[0]) for text in page.locator(".card footer").all_inner_texts()]
+    assert rewards == sorted(rewards, reverse=True)
+    assert cards.first.locator("mark").count() == 0 and cards.nth(1).locator("mark").inner_text().strip() == "other"
+
+
+def test_the_learning_story_highlights_the_first_correct_answer(tab: Tab, browser_runs: Path) -> None:
+    seen: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for step, lines in train_lines(browser_runs / "small").items():
+        for prompt in {line["prompt_id"] for line in lines}:
+            verdicts = [line["verdict"]["status"] == "ok" for line in lines if line["prompt_id"] == prompt]
+            seen[prompt].append((step, sum(verdicts), len(verdicts)))
+    prompt, times = next((p, t) for p, t in seen.items() if len(t) > 2 and any(c for _, c, _ in t) and not t[0][1])
+    first = next(step for step, correct, _ in times if correct)
+    page = tab.open("#/run/small/prompts")
+    page.get_by_role("searchbox").fill(prompt)
+    tab.until(f"document.querySelector('.strip')?.href.endsWith({json.dumps(prompt)})")
+    page.locator(".strip").first.click()
+    page.locator(".story .card").first.wait_for()
+    assert page.locator(".story .card").count() == len(times) == page.locator(".time").count()
+    card = page.locator(".first-correct")
+    assert card.count() == 1 and card.locator(".row-link").inner_text() == f"step {first}"
+    assert card.locator(".pill").first.inner_text() == "ok" and card.locator("mark").count() > 0
+    before = page.locator(".story .card").count()
+    page.locator(".time").first.click()
+    tab.until(f"document.querySelectorAll('.story .card').length == {before - 1}")
+    shown = tab.text(".story")
+    page.reload()  # the address has everything
+    page.locator(".story .card").first.wait_for()
+    assert tab.text(".story") == shown and "at=" in page.url
+
+
+def test_solved_prompts_over_time_are_those_of_the_files(tab: Tab, browser_runs: Path) -> None:
+    tab.open("#/run/small/prompts")
+    label = tab.page.locator(".bars").get_attribute("aria-label") or ""
+    for step, lines in train_lines(browser_runs / "small").items():
+        shares = [
+            np.mean([line["verdict"]["status"] == "ok" for line in lines if line["group"] == group])
+            for group in range(6)
+        ]
+        always, never = shares.count(1.0), shares.count(0.0)
+        assert f"step {step}: {always} always solved, {6 - always - never} sometimes, {never} never" in label
+
+
+def test_a_chart_is_saved_as_a_picture(tab: Tab) -> None:
+    page = tab.open("#/run/small")
+    for button in ('[data-metric="eval/accuracy"] .save', ".panel:has(.interval-plot) .save"):
+        with page.expect_download() as download:
+            page.locator(button).click()
+        content = Path(download.value.path()).read_bytes()
+        assert download.value.suggested_filename.endswith(".png") and content.startswith(b"\x89PNG")
+        width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+        assert width > 600 and height > 200 and len(content) > 5_000  # twice the size of the page; not empty
+
+
+def test_the_summary_shows_two_new_answers_and_no_panel_of_zeros(tab: Tab, browser_runs: Path) -> None:
+    page = tab.open("#/run/small")
+    page.locator(".sample").first.wait_for()
+    questions = {line["messages"][-1]["content"] for line in train_lines(browser_runs / "small")[6]}
+    assert {text.split("\n")[0] for text in page.locator(".sample").all_inner_texts()} <= questions
+    assert page.locator(".sample").count() == 2
+    page.locator('[data-metric="eval/accuracy"] .legend', has_text="before").wait_for()
+    metrics = [row for row in lines_of(browser_runs / "small" / "metrics.jsonl") if "reward/mean" in row]
+    zero = [name for name in ("length/truncated", "optim/grad_norm") if not any(row.get(name) for row in metrics)]
+    titles = page.locator("main > .stack > .charts figure").evaluate_all("all => all.map(one => one.dataset.metric)")
+    assert "reward/mean" in titles and not set(titles) & set(zero)
+
+
+def test_a_run_in_progress_shows_when_it_ends(open_tab: Callable[..., Tab], browser_runs: Path) -> None:
+    config = (browser_runs / "small" / "config.toml").read_text()
+    with Run.create(browser_runs, "timed", config) as run:
+        run.write_status("running", 103)
+        for step, seconds in enumerate((90.0, 30.0, 30.0), start=1):
+            run.log(step, {"reward/mean": 0.25, "time/wall": 1.0, "time/step": seconds, "time/tokens_per_s": 1234.5})
+        tab = open_tab()
+        tab.open("#/run/timed")
+        shown = facts(tab)
+        assert shown["Remaining"] == "50 min left" and shown["Tokens per second"] == "1,235"
+        tab.open("#/")
+        row = tab.page.locator("main tbody tr", has=tab.page.get_by_role("link", name="timed", exact=True))
+        assert row.locator(".eta").inner_text() == "50 min left"
+    shutil.rmtree(browser_runs / "timed")
+
+
+def test_settings_that_were_changed_come_first(tab: Tab) -> None:
+    page = tab.open("#/run/small/config")
+    titles = page.locator("main > .panel h2").all_inner_texts()
+    assert titles.index("Changed settings") < titles.index("All settings")
+    changed = dict(row[:2] for row in rows_of(tab, ".panel:has(h2:text-is('Changed settings'))"))
+    assert changed["sampling.max_new_tokens"] == "8" and "seed" not in changed
+
+
+def test_comparisons_say_why_there_is_no_paired_test(tab: Tab) -> None:
+    tab.expected_statuses = {400}
+    page = tab.open("#/compare?runs=small,other")
+    text = tab.text("main")
+    assert text.index("Settings that differ") < text.index("Curves")
+    assert "From small: after" in tab.text(".pair-about") and "to other: after" in tab.text(".pair-about")
+    tab.open("#/compare?runs=small,repeated")
+    page.get_by_text("repeated (", exact=False).get_by_text("has no evaluation").first.wait_for()
+
+
+def test_on_a_phone_the_active_tab_is_visible_and_filters_are_folded(open_tab: Callable[..., Tab]) -> None:
+    tab = open_tab(width=390, height=844, is_mobile=True, has_touch=True)
+    for part in ("changes", "config"):
+        page = tab.open(f"#/run/small/{part}")
+        tab.until("document.querySelector('.tabs')?.scrollLeft > 0")
+        box = page.locator(".tabs [aria-current]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390, part
+    tab.open("#/run/small/rollouts")
+    assert not page.locator("select[name=source]").is_visible()
+    page.get_by_text("Filters and order").click()
+    page.locator("select[name=source]").wait_for()
+    clipped = page.evaluate(
+        "[...document.querySelectorAll('input')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+    )
+    assert clipped == 0

@@ -10,14 +10,15 @@ import { prompts } from "./prompts.js";
 import { group, rollout } from "./rollout.js";
 import { rollouts } from "./rollouts.js";
 import { link, parseRoute } from "./route.js";
-import { runSummary } from "./run.js";
+import { runSummary, showActive } from "./run.js";
 import { settings } from "./settings.js";
+import { story } from "./story.js";
 import { empty, errorPanel } from "./widgets.js";
 
 const LIVE_MS = 2000; // between updates of a run in progress
 const IDLE_MS = 10_000; // otherwise
 const RETRY_MS = 2000; // while the server does not answer
-const RUN_VIEWS = { prompts, rollouts, rollout, group, changes, config: settings };
+const RUN_VIEWS = { prompts, rollouts, rollout, group, story, changes, config: settings };
 
 const byId = (id) => document.getElementById(id);
 const scrolls = new Map(); // by address: where the page was scrolled to
@@ -66,6 +67,7 @@ function display(view, scroll) {
   document.title = view.title === "Runs" ? "assay" : `${view.title} \u00b7 assay`;
   byId("main").replaceChildren(...view.parts.filter(Boolean));
   byId("main").dataset.view = parseRoute(location.hash).parts[2] ?? parseRoute(location.hash).parts[0] ?? "overview";
+  showActive(document.querySelector(".tabs"));
   byId("announcer").textContent = view.title;
   drawCrumbs(view.crumbs);
   drawLive();

@@ -82,7 +82,7 @@ export function pairView(parameters, fetchPair, runsOf) {
     setParameters(view.parameters, { push });
     await view
       .load()
-      .catch((error) => view.element.replaceChildren(empty("These evaluations cannot be compared", error.message)));
+      .catch((error) => view.element.replaceChildren(empty("There is no paired test of these evaluations", error.message)));
   };
   const show = segmented("Questions", SHOWN, parameters.show || "changed", (choice) =>
     view.change({ show: choice === "changed" ? "" : choice }),

@@ -1,10 +1,14 @@
 // Charts as SVG: data in, element out. No server, no state, no other library.
 //
 //   lineChart(options)            curves with axes, a smoothing, intervals and a crosshair; see below
-//   sparkline(values, options)    a small line without axes; options: width, height, label
+//   sparkline(values, options)    a small line without axes; options: width, height, label, domain ([low, high])
+//   stackedBars(options)          counts by position as stacked bars, as a <figure>; options: title, parts, see below
 //   heatStrip(cells, options)     one colored cell per entry {share, label}: pass rates over time
 //   intervalPlot(rows, options)   estimates with intervals on one scale; rows: {label, value, low, high, color}
+//   heatColor(share)              the color of a pass rate
 //   legend(series)                names with their colors
+//   pngButton(find, about)        a button that saves the SVG of `find()` as a picture; about(): [title, series]
+//   spreadOut(grid)               makes the first item of a grid wider if the last row would have a single one
 //   smooth(values, weight)        exponential moving average without the bias of its start; null stays null
 //   niceTicks(low, high, count)   round numbers that cover the range
 //   seriesColor(index)            color of a series as a CSS value
@@ -14,10 +18,12 @@
 //               `points` draws a mark per value with its interval as a bar; null leaves a gap
 //   smoothing   0 to 0.99: the weight of the past; above 0 the values are thin and the average is thick
 //   share       values are fractions from 0 to 1, shown in percent
+//   legend      true: names and marks of the series below the title
 //   time        x is in seconds
 // The figure has methods: update(options) draws again with some options replaced, crosshair(x) marks x and shows its
 // value in the caption (null ends that). When the pointer or an arrow key moves the crosshair of the figure itself, it
 // shows the values in a box, and dispatches "crosshair" with detail {x}.
+// stackedBars({title, labels: [...], parts: [{label, color, values: [...]}], xLabel}): one bar per label.
 // Colors are CSS variables of style.css: --series-1 to --series-8, --good, --bad, --line, --muted.
 
 import { element, formatNumber, formatShare, svg } from "./dom.js";
@@ -85,12 +91,13 @@ function timeUnit(seconds) {
 }
 
 export function lineChart(options) {
-  const state = { smoothing: 0, height: 190, share: false, time: false, ...options };
+  const state = { smoothing: 0, height: 190, share: false, time: false, legend: false, ...options };
   const readout = element("div", { class: "chart-readout", hidden: true });
   const plot = svg("svg", { class: "chart-plot", tabindex: 0, role: "img" });
   const caption = element("figcaption", {});
   const figure = element("figure", { class: "chart" }, caption, element("div", { class: "chart-body" }, plot, readout));
-  const chart = { state, plot, readout, caption, figure, frame: null };
+  const save = pngButton(() => plot, () => [state.title, state.series]);
+  const chart = { state, plot, readout, caption, figure, save, frame: null };
   figure.update = (changes) => {
     Object.assign(state, changes);
     draw(chart);
@@ -107,13 +114,17 @@ function draw(chart) {
   caption.replaceChildren(
     element("span", { class: "chart-title", text: state.title, title: state.title }),
     element("span", { class: "chart-last", text: lastValue(state) }),
+    chart.save,
+    state.legend && state.series.length > 1 ? legend(state.series) : "",
   );
   if (!width) return;
+  const list = caption.querySelector(".legend");
+  const height = state.height - (list ? list.offsetHeight + 2 : 0); // charts next to each other have the same height
   const series = state.series.map((one) => ({ ...one, shown: one.points ? one.y : smooth(one.y, state.smoothing) }));
-  const frame = makeFrame(state, series, width);
+  const frame = makeFrame(state, series, width, height);
   chart.frame = frame;
   plot.setAttribute("width", width);
-  plot.setAttribute("height", state.height);
+  plot.setAttribute("height", height);
   plot.setAttribute("aria-label", describe(state));
   plot.replaceChildren(axes(frame, state), ...series.map((one) => drawSeries(one, frame, state)));
   plot.append(svg("g", { class: "crosshair" }));
@@ -127,7 +138,7 @@ function describe(state) {
 function lastValue({ series, share }) {
   if (series.length !== 1) return "";
   const value = series[0].y.findLast((one) => one !== null);
-  return value === undefined ? "" : shownValue(value, share);
+  return value === undefined ? "" : share ? formatShare(value) : formatNumber(value, 3);
 }
 
 function shownValue(value, share) {
@@ -135,13 +146,13 @@ function shownValue(value, share) {
 }
 
 // Domains and scales: functions from data to pixels.
-function makeFrame(state, series, width) {
+function makeFrame(state, series, width, height) {
   const unit = state.time ? timeUnit(Math.max(...series.flatMap((one) => one.x), 0)) : { seconds: 1, label: "" };
   const inner = {
     left: MARGIN.left,
     right: width - MARGIN.right,
     top: MARGIN.top,
-    bottom: state.height - MARGIN.bottom,
+    bottom: height - MARGIN.bottom,
   };
   const xDomain = extent(series.flatMap((one) => one.x));
   const yDomain = yRange(state, series);
@@ -373,14 +384,14 @@ export function legend(series) {
     element(
       "li",
       {},
-      element("i", { class: "swatch", style: { background: one.color } }),
+      element("i", { class: one.points ? "swatch round" : "swatch", style: { background: one.color } }),
       element("span", { text: one.label }),
     ),
   );
   return element("ul", { class: "legend" }, items);
 }
 
-export function sparkline(values, { width = 96, height = 24, label = "" } = {}) {
+export function sparkline(values, { width = 96, height = 24, label = "", domain = null } = {}) {
   const root = svg("svg", {
     class: "sparkline",
     width,
@@ -394,7 +405,7 @@ export function sparkline(values, { width = 96, height = 24, label = "" } = {}) 
     values,
   );
   if (!there.length) return root;
-  const [low, high] = extent(values);
+  const [low, high] = domain ?? extent(values);
   const x = (index) => 2 + (index / Math.max(values.length - 1, 1)) * (width - 6);
   const y = (value) => height - 3 - ((value - low) / (high - low || 1)) * (height - 6);
   const path = there
@@ -403,6 +414,61 @@ export function sparkline(values, { width = 96, height = 24, label = "" } = {}) 
   const [lastIndex, lastValueOf] = there.at(-1);
   root.append(svg("path", { d: path }), svg("circle", { cx: x(lastIndex), cy: y(lastValueOf), r: 2 }));
   return root;
+}
+
+export function stackedBars({ title, labels, parts, xLabel = "", height = 120 }) {
+  const readout = element("span", { class: "chart-last" });
+  const plot = svg("svg", { class: "chart-plot bars", role: "img" });
+  const body = element("div", { class: "chart-body" }, plot);
+  const save = pngButton(() => plot, () => [title, parts]);
+  const caption = element("figcaption", {}, element("span", { class: "chart-title", text: title }), readout, save, legend(parts));
+  const totals = labels.map((_, index) => parts.reduce((sum, part) => sum + part.values[index], 0));
+  const text = (index) => {
+    const counts = parts.map((part) => `${formatNumber(part.values[index])} ${part.label}`);
+    return `${xLabel} ${labels[index]}: ${counts.join(", ")}`;
+  };
+  plot.setAttribute("aria-label", `${title}. ${labels.map((_, index) => text(index)).join("; ")}`);
+  plot.addEventListener("pointerover", ({ target }) => {
+    readout.textContent = target.dataset?.index === undefined ? "" : text(Number(target.dataset.index));
+  });
+  plot.addEventListener("pointerleave", () => (readout.textContent = ""));
+  const drawBars = () => {
+    const width = Math.floor(body.clientWidth);
+    if (!width) return;
+    plot.setAttribute("width", width);
+    plot.setAttribute("height", height);
+    plot.replaceChildren(...barParts({ labels, parts, totals, xLabel, width, height }));
+  };
+  new ResizeObserver(drawBars).observe(body);
+  return element("figure", { class: "chart" }, caption, body);
+}
+
+// Shares of the parts, so that bars of different totals can be compared.
+function barParts({ labels, parts, totals, xLabel, width, height }) {
+  const [bottom, room] = [height - MARGIN.bottom, width - MARGIN.left - MARGIN.right];
+  const y = (share) => bottom - share * (bottom - MARGIN.top);
+  const size = room / labels.length;
+  const nodes = [0, 0.5, 1].flatMap((tick) => [
+    svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }),
+    svg("text", { class: "tick", x: MARGIN.left - 8, y: y(tick) + 3.5, "text-anchor": "end", text: tickLabel(tick, true) }),
+  ]);
+  labels.forEach((_, index) => {
+    let below = 0;
+    for (const part of parts) {
+      const share = part.values[index] / (totals[index] || 1);
+      const box = { x: MARGIN.left + index * size, width: Math.max(size - 1, 0.5), y: y(below + share), height: y(below) - y(below + share) };
+      nodes.push(svg("rect", { ...box, "data-index": index, style: { fill: part.color } }));
+      below += share;
+    }
+  });
+  const every = Math.ceil(labels.length / Math.max(1, Math.floor(room / 70)));
+  labels.forEach((label, index) => {
+    if (index % every) return;
+    const x = MARGIN.left + (index + 0.5) * size;
+    nodes.push(svg("text", { class: "tick", x, y: bottom + 15, "text-anchor": "middle", text: label }));
+  });
+  nodes.push(svg("text", { class: "axis-name", x: MARGIN.left - 8, y: bottom + 15, "text-anchor": "end", text: xLabel }));
+  return nodes;
 }
 
 export function heatStrip(cells, { width = 160, height = 14, label = "" } = {}) {
@@ -424,7 +490,7 @@ export function heatStrip(cells, { width = 160, height = 14, label = "" } = {}) 
   return root;
 }
 
-function heatColor(share) {
+export function heatColor(share) {
   return `color-mix(in oklab, var(--good) ${Math.round(100 * share)}%, var(--heat-zero))`;
 }
 
@@ -478,6 +544,88 @@ function intervalRow(one, x, y, width, share) {
     ),
   );
   return group;
+}
+
+// Pictures: a copy of the SVG, with the styles of the page, is drawn on a canvas.
+
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "stroke-linecap", "opacity", "font", "color"];
+const HEAD = 40; // pixels above the chart, for title and legend
+const SCALE = 2; // pixels of the picture per pixel of the page
+
+// `about()`: the title and the series of the picture.
+export function pngButton(find, about) {
+  const save = async () => {
+    const picture = await pictureOf(find(), ...about());
+    const address = URL.createObjectURL(picture);
+    const name = about()[0].replace(/[^\w-]+/g, "-").toLowerCase();
+    element("a", { href: address, download: `${name}.png` }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 60_000);
+  };
+  const title = "Save as a picture (PNG)";
+  return element("button", { type: "button", class: "plain save", title, "aria-label": title, onclick: save, text: "PNG" });
+}
+
+async function pictureOf(plot, title, series) {
+  const [width, height] = [plot.clientWidth, plot.clientHeight + HEAD];
+  const [text, panel] = ["--text", "--panel"].map((name) => resolvedColor(`var(${name})`));
+  const copy = plot.cloneNode(true);
+  copyStyles(plot, copy);
+  for (const [name, value] of Object.entries({ x: 0, y: HEAD, width, height: plot.clientHeight })) copy.setAttribute(name, value);
+  const font = getComputedStyle(document.body).fontFamily;
+  const root = svg("svg", { width: SCALE * width, height: SCALE * height, viewBox: `0 0 ${width} ${height}` });
+  root.append(
+    svg("rect", { width, height, fill: panel }),
+    svg("text", { x: 12, y: 18, fill: text, style: { font: `600 13px ${font}` }, text: title }),
+    ...legendMarks(series ?? [], text, font),
+    copy,
+  );
+  const image = new Image();
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(root))}`;
+  await image.decode();
+  const canvas = element("canvas", { width: SCALE * width, height: SCALE * height });
+  canvas.getContext("2d").drawImage(image, 0, 0);
+  return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+}
+
+function legendMarks(series, text, font) {
+  let x = 12;
+  return series
+    .filter((one) => one.label && series.length > 1)
+    .flatMap((one) => {
+      const marks = [
+        svg("rect", { x, y: 26, width: 9, height: 9, rx: one.points ? 5 : 2, fill: resolvedColor(one.color) }),
+        svg("text", { x: x + 14, y: 34.5, fill: text, style: { font: `12px ${font}` }, text: one.label }),
+      ];
+      x += 34 + 7 * one.label.length;
+      return marks;
+    });
+}
+
+function copyStyles(from, to) {
+  const style = getComputedStyle(from);
+  for (const name of STYLES) to.style.setProperty(name, style.getPropertyValue(name));
+  [...from.children].forEach((child, index) => copyStyles(child, to.children[index]));
+}
+
+// The color as the browser computes it: a picture does not know the variables of the page.
+function resolvedColor(color) {
+  const probe = element("i", { style: { color } });
+  document.body.append(probe);
+  const computed = getComputedStyle(probe).color;
+  probe.remove();
+  return computed;
+}
+
+// A last row with a single item looks like a mistake: then the first item takes two columns.
+export function spreadOut(grid) {
+  const arrange = () => {
+    const items = [...grid.children];
+    for (const item of items) item.style.removeProperty("grid-column");
+    const columns = getComputedStyle(grid).gridTemplateColumns.split(" ").length;
+    if (columns > 1 && items.length % columns === 1) items[0]?.style.setProperty("grid-column", "span 2");
+  };
+  new ResizeObserver(arrange).observe(grid);
+  return grid;
 }
 
 function boundText(value, share) {

@@ -7,7 +7,8 @@ import { element, formatDuration, formatNumber, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
 import { loadRun } from "./run.js";
 import { flatten } from "./settings.js";
-import { accuracyText, empty, intervalText, panel, rowLink, select, statePill, stepsText, table } from "./widgets.js";
+import { spreadOut } from "./charts.js";
+import { accuracyText, badgePill, empty, intervalText, panel, rowLink, select, statePill, stepsText, table } from "./widgets.js";
 
 const NOT_COMPARED = ["name", "runs_dir"];
 
@@ -29,8 +30,8 @@ export async function compare({ parameters, signal }) {
   const parts = [
     head(details),
     resultTable(details, curves),
-    curvePart(view),
     differences(details),
+    curvePart(view),
     await pairedPart(view, signal),
   ];
   return {
@@ -59,9 +60,9 @@ function resultTable(details, { runs }) {
           rowLink(run.name, href),
         ),
     },
-    { title: "State", label: "State", cell: (run) => statePill(run.state) },
+    { title: "State", label: "State", cell: (run) => element("span", { class: "controls tight" }, statePill(run), badgePill(run)) },
     { title: "Steps", label: "Steps", class: "number", cell: stepsText },
-    { title: "Reward", label: "Reward", class: "number", cell: (run) => formatNumber(run.reward, 4) },
+    { title: "Reward", label: "Reward", class: "number", cell: (run) => formatNumber(run.reward) },
     { title: "Before", label: "Before", class: "number", cell: (run) => resultText(run.before) },
     { title: "After", label: "After", class: "number", cell: (run) => resultText(run.after) },
     { title: "Time", label: "Time", class: "number", cell: (run) => formatDuration(run.wall_s) },
@@ -111,10 +112,12 @@ function curvePart(view) {
     "div",
     { class: "stack" },
     header,
-    element(
-      "div",
-      { class: "charts" },
-      panels.map((one) => curves.addChart(one)),
+    spreadOut(
+      element(
+        "div",
+        { class: "charts" },
+        panels.map((one) => curves.addChart(one)),
+      ),
     ),
   );
 }
@@ -142,29 +145,42 @@ async function pairedPart(view, signal) {
     run.evals.map((one) => [`${run.id}|${one.name}`, `${run.name}: ${evalTitle(one)}`, run, one]),
   );
   const finals = view.details.map((run) => lastEval(run)).filter(Boolean);
-  if (finals.length < 2)
-    return panel(
-      "Paired test",
-      element("div", { class: "body muted", text: "A paired test needs a final evaluation of two runs." }),
-    );
+  if (finals.length < 2) return panel("Paired test", element("div", { class: "body muted", text: noTest(view.details) }));
   const { parameters } = view;
   const initial = { ...parameters, a: parameters.a ?? finals[0], b: parameters.b ?? finals[1] };
+  const about = element("p", { class: "muted pair-about" });
   const pair = pairView(initial, fetchPair, () =>
     [pair.parameters.a, pair.parameters.b].map((one) => one.split("|")[0]),
   );
+  const name = (key) => choices.find(([value]) => value === pair.parameters[key])?.[1] ?? pair.parameters[key];
+  const explain = () => (about.textContent = pairText(name("a"), name("b"), view.details));
+  const choice = (title, key) =>
+    select(title, choices, pair.parameters[key], (value) => (pair.change({ [key]: value }), explain()), { name: key });
+  explain();
   await pair
     .load(signal)
-    .catch((error) => pair.element.replaceChildren(empty("These evaluations cannot be compared", error.message)));
-  const choice = (title, key) =>
-    select(title, choices, pair.parameters[key], (value) => pair.change({ [key]: value }), { name: key });
+    .catch((error) => pair.element.replaceChildren(empty("There is no paired test of these evaluations", error.message)));
   const controls = element("div", { class: "panel filters" }, choice("From", "a"), choice("To", "b"), pair.controls);
   return element(
     "div",
     { class: "stack" },
     element("h2", { text: "Paired test of the same questions" }),
+    about,
     controls,
     pair.element,
   );
+}
+
+function pairText(a, b, details) {
+  const others = details.length > 2 ? ` It compares two of the ${details.length} runs; choose others below.` : "";
+  return `From ${a} to ${b}: question by question, only those that both answered.${others}`;
+}
+
+// Which runs lack the evaluation that a paired test needs.
+function noTest(details) {
+  const without = details.filter((run) => !run.evals.length);
+  const states = without.map((run) => `${run.name} (${run.state}) has no evaluation with saved answers`);
+  return `There is no paired test, because ${states.join(", and ")}. It compares two runs question by question.`;
 }
 
 function lastEval(run) {

@@ -7,6 +7,7 @@ import { segmented } from "./widgets.js";
 
 const X_NAMES = { step: "step", "sft/step": "step", "time/wall": "" };
 const ACCURACY = "eval/accuracy";
+const KEPT = ["reward/mean", ACCURACY];
 const FINALS = ["start/accuracy", "before/accuracy", "after/accuracy"]; // on another split: points, not a line
 
 // The curves of some runs: [{id, name, color}]. Read with `load`, and again with `reload` if the files have grown.
@@ -63,7 +64,14 @@ export class Curves {
         if (panel.x !== "time/wall" || onlyByTime) panels.set(`${panel.metric}|${panel.x}`, panel);
       }
     }
-    return [...panels.values()];
+    return [...panels.values()].filter((panel) => !this.isZero(panel));
+  }
+
+  // A metric that is always 0 needs no panel; "All metrics" has it. A reward of 0 is important.
+  isZero(panel) {
+    if (KEPT.includes(panel.metric)) return false;
+    const series = this.runs.map((run) => this.answers.get(run.id)?.[panel.x].series[panel.metric]).filter(Boolean);
+    return series.every(({ y }) => y.every((value) => value === 0));
   }
 
   hasStepPanel(metric) {
@@ -96,6 +104,7 @@ export class Curves {
       smoothing,
       time: x === "time/wall",
       xLabel: X_NAMES[x],
+      legend: panel.metric === ACCURACY && this.runs.length === 1,
     };
   }
 

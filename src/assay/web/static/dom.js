@@ -5,6 +5,7 @@
 //   formatNumber(value, digits)             a number with at most `digits` significant digits
 //   formatShare(value, decimals)            0.915 as "91.5 %"
 //   formatDuration(seconds)                 3700 as "1 h 2 min"
+//   shortened(text, limit)                  a long text without its middle
 //   plural(count, noun, nouns)              "1 step", "2 steps", "1,000 steps"
 //   visibleText(text)                       text with control and bidirectional characters made visible
 //
@@ -37,10 +38,11 @@ function build(node, attributes, children) {
 const MINUS = "\u2212";
 const NONE = "\u2013"; // shown for a missing value
 
-export function formatNumber(value, digits = 4) {
+export function formatNumber(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return grouped(value);
   const size = Math.abs(value);
+  if (size >= 10 ** digits && size < 1e9) return grouped(Math.round(value));
   const text = size < 1e-4 || size >= 1e9 ? exponential(value, digits) : String(Number(value.toPrecision(digits)));
   return text.replace("-", MINUS).replace("e" + MINUS, "e-");
 }
@@ -70,6 +72,12 @@ export function formatDuration(seconds) {
   if (seconds < 3600) return `${Math.round(seconds / 60)} min`;
   const minutes = Math.round(seconds / 60);
   return `${grouped(Math.floor(minutes / 60))} h ${minutes % 60} min`;
+}
+
+// A long text without its middle: names of models differ at their ends.
+export function shortened(text, limit = 34) {
+  const half = Math.floor((limit - 1) / 2);
+  return text.length <= limit ? text : `${text.slice(0, half)}\u2026${text.slice(-half)}`;
 }
 
 export function plural(count, noun, nouns = noun + "s") {

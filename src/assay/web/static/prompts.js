@@ -1,7 +1,7 @@
 // Prompts of a run: how often each was answered correctly, over time.
 
 import { get, runPath } from "./api.js";
-import { heatStrip } from "./charts.js";
+import { heatStrip, stackedBars } from "./charts.js";
 import { element, formatNumber, formatShare, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
 import { INDEXING_MS } from "./rollouts.js";
@@ -9,6 +9,7 @@ import { loadRun, runCrumbs, runHead } from "./run.js";
 import { empty, indexNote, isIndexing, pager, problemList, rowLink, searchField, segmented, table } from "./widgets.js";
 
 const LIMIT = 50;
+const SORT = "pass_rate"; // the hardest prompts first
 const FIRST_ORDER = { id: "asc", pass_rate: "asc", change: "desc", seen: "desc" };
 
 export async function prompts({ parts: [, run], parameters, signal }) {
@@ -67,7 +68,7 @@ function change(view, changes, push = false) {
 async function loadPrompts(view, signal) {
   const { parameters, run } = view;
   const offset = Number(parameters.offset) || 0;
-  const request = { sort: "id", order: FIRST_ORDER[parameters.sort ?? "id"], ...parameters, offset, limit: LIMIT };
+  const request = { sort: SORT, order: FIRST_ORDER[parameters.sort ?? SORT], ...parameters, offset, limit: LIMIT };
   const ticket = (view.ticket = {});
   const answer = await get(runPath(run, "prompts"), request, signal);
   if (view.ticket !== ticket) return; // a later request was made in the meantime
@@ -83,8 +84,20 @@ async function loadPrompts(view, signal) {
   const sort = { key: request.sort, order: request.order, onSort: (key) => sortBy(view, key) };
   const href = (row) =>
     link(["run", run, "rollouts"], { prompt: row.prompt_id, source: parameters.source === "eval" ? "eval" : "" });
-  const frame = table(columns(), answer.rows, { href, sort, caption: "Prompts" });
-  view.list.replaceChildren(...[indexNote(view.detail), frame, page].filter(Boolean));
+  const frame = table(columns(run), answer.rows, { href, sort, caption: "Prompts" });
+  view.list.replaceChildren(...[indexNote(view.detail), solvedChart(answer.solved), frame, page].filter(Boolean));
+}
+
+// The curriculum at a glance: prompts of a step that all, some or none of their answers solved.
+function solvedChart({ first, last, always, sometimes, never }) {
+  if (first.length < 2) return null;
+  const labels = first.map((step, index) => (step === last[index] ? String(step) : `${step}\u2013${last[index]}`));
+  const parts = [
+    { label: "always solved", color: "var(--good)", values: always },
+    { label: "sometimes", color: "var(--part)", values: sometimes },
+    { label: "never", color: "var(--heat-zero)", values: never },
+  ];
+  return stackedBars({ title: "Solved prompts", labels, parts, xLabel: "step" });
 }
 
 function nothing({ parameters, detail }) {
@@ -95,13 +108,13 @@ function nothing({ parameters, detail }) {
 }
 
 function sortBy(view, key) {
-  const active = (view.parameters.sort ?? "id") === key;
+  const active = (view.parameters.sort ?? SORT) === key;
   const now = view.parameters.order ?? FIRST_ORDER[key];
   const order = active ? (now === "asc" ? "desc" : "asc") : FIRST_ORDER[key];
   change(view, { sort: key, order, offset: "" }, true);
 }
 
-function columns() {
+function columns(run) {
   return [
     { title: "Prompt", key: "id", class: "preview", cell: (row, href) => rowLink(row.preview || row.prompt_id, href) },
     {
@@ -109,6 +122,7 @@ function columns() {
       label: "Id",
       cell: (row) =>
         element("span", { class: "muted prompt-id", title: row.prompt_id, text: visibleText(row.prompt_id) }),
+      has: (row) => row.preview,
     },
     { title: "Seen", key: "seen", label: "Seen", class: "number", cell: (row) => formatNumber(row.seen) },
     {
@@ -118,8 +132,8 @@ function columns() {
       class: "number",
       cell: (row) => formatShare(row.pass_rate, 0),
     },
-    { title: "Change", key: "change", label: "Change", class: "number", cell: changeCell },
-    { title: "Over time", class: "wide", cell: strip },
+    { title: "Change", key: "change", label: "Change", class: "number", cell: changeCell, has: changeCell },
+    { title: "Over time", class: "wide", cell: (row) => strip(run, row) },
   ];
 }
 
@@ -130,10 +144,16 @@ function changeCell({ first_rate: first, last_rate: last, rates }) {
   return element("span", { class: change > 0 ? "good" : change < 0 ? "bad" : "muted", text });
 }
 
-function strip({ rates }) {
+function strip(run, { rates, prompt_id: prompt }) {
   const cells = rates.map(([step, correct, count]) => ({
     share: count ? correct / count : null,
     label: `step ${step}: ${correct} of ${count} correct`,
   }));
-  return heatStrip(cells, { label: cells.map((cell) => cell.label).join(", ") });
+  const label = cells.map((cell) => cell.label).join(", ");
+  return element(
+    "a",
+    { class: "strip", href: link(["run", run, "story"], { prompt }), title: "Learning story" },
+    heatStrip(cells, { width: 130, label }),
+    "Story",
+  );
 }

@@ -41,13 +41,14 @@ function drawCurves(place) {
 function drawTokens(details) {
   for (const place of details.querySelectorAll("[data-tokens]:not([data-drawn])")) {
     place.dataset.drawn = "";
-    place.append(tokenView(data.tokens[Number(place.dataset.tokens)], { coloring: "engine" }));
+    place.append(tokenView(data.tokens[Number(place.dataset.tokens)]));
   }
 }
 
 function listen() {
   for (const details of document.querySelectorAll("details")) {
     details.addEventListener("toggle", () => details.open && drawTokens(details));
+    if (details.open) drawTokens(details);
   }
   const theme = document.getElementById("theme");
   theme.hidden = false;

@@ -1,12 +1,13 @@
 // One rollout with its tokens, and the answers of one group side by side.
 
 import { get, runPath } from "./api.js";
+import { firstDifference, markedText, piecesOf } from "./diff.js";
 import { element, formatNumber, plural, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
 import { listLink, listOf, signed } from "./rollouts.js";
 import { loadRun, runCrumbs, runHead } from "./run.js";
 import { tokenView } from "./tokens.js";
-import { changePill, empty, isIndexing, panel, skippedPill, statusPill, textBlock } from "./widgets.js";
+import { changePill, empty, isIndexing, panel, pill, skippedPill, statusPill, textBlock } from "./widgets.js";
 
 export async function rollout({ parts: [, run, , source, step, index], parameters, signal }) {
   const load = () => get(runPath(run, "rollouts", source, step, index), {}, signal);
@@ -79,6 +80,7 @@ function rolloutHead(answer, { run, source, step, index }, steps) {
         text: "Compare the group",
       })
     : null;
+  const story = element("a", { href: link(["run", run, "story"], { prompt: answer.prompt_id }), text: "Learning story" });
   const reason = answer.skipped ? element("span", { class: "muted", text: visibleText(answer.skipped) }) : null;
   return element(
     "div",
@@ -89,6 +91,7 @@ function rolloutHead(answer, { run, source, step, index }, steps) {
     changePill(answer.changed),
     reason,
     group,
+    story,
     steps,
   );
 }
@@ -151,16 +154,21 @@ function textPanel(answer, parameters) {
         "div",
         { class: "stack" },
         section,
-        panel("Episode as text", element("div", { class: "body" }, episode(answer))),
+        foldedPanel("Episode as text", element("div", { class: "body" }, episode(answer))),
       )
     : section;
 }
 
-// The turns as text: what the environment said, and what the policy sampled.
+function foldedPanel(title, body) {
+  return element("details", { class: "panel folded" }, element("summary", {}, element("h2", { text: title })), body);
+}
+
+// The turns as text: what the environment said, and what the policy sampled. The prompt has a panel of its own.
 function episode({ turns, text }) {
   if (!turns?.length) return textBlock(text);
   let actions = 0;
-  return turns.map((turn) => {
+  const shown = turns[0].role === "action" ? turns : turns.slice(1);
+  return shown.map((turn) => {
     const sampled = turn.role === "action";
     actions += sampled;
     const title = sampled ? `Turn ${actions}, sampled` : actions ? "Observation" : "Prompt";
@@ -188,7 +196,7 @@ function sidePanel(answer, { run, source }) {
     ["truncated", answer.truncated ? "yes" : "no"],
     [
       "expected answer",
-      answer.answer === null || answer.answer === undefined ? null : visibleText(String(answer.answer)),
+      answer.answer === null || answer.answer === undefined || answer.answer === "" ? null : visibleText(String(answer.answer)),
     ],
     [
       "parsed answer",
@@ -246,6 +254,7 @@ export async function group({ parts: [, run, , step, number], parameters, signal
     skippedPill(parameters),
     element("span", { class: "muted", text: `${correct} of ${plural(rollouts.length, "answer")} correct` }),
     element("a", { href: link(["run", run, "rollouts"], { prompt: prompt.id }), text: visibleText(prompt.id ?? "") }),
+    element("a", { href: link(["run", run, "story"], { prompt: prompt.id }), text: "Learning story" }),
     element(
       "div",
       { class: "push controls tight" },
@@ -253,24 +262,16 @@ export async function group({ parts: [, run, , step, number], parameters, signal
       stepLink("Next \u2192", at(answer.next), "j"),
     ),
   );
+  const href = (one) => link(["run", run, "rollout", one.source, step, one.index], { step });
+  const distinct = distinctAnswers(rollouts);
+  const best = piecesOf(distinct[0]?.[0] ?? {});
   const cards = element(
     "div",
     { class: "cards" },
-    rollouts.map((one) => card(one, link(["run", run, "rollout", one.source, step, one.index], { step }))),
+    distinct.map((same, number) => card(same, href, number ? best : null)),
   );
-  const question = element(
-    "div",
-    { class: "body" },
-    messageList(prompt.messages),
-    prompt.answer
-      ? element(
-          "p",
-          { class: "expected" },
-          element("span", { class: "muted", text: "expected answer " }),
-          element("code", { text: visibleText(String(prompt.answer)) }),
-        )
-      : null,
-  );
+  const about = "Highest reward first. The mark is the first token that differs from the first answer.";
+  const question = questionBody(prompt);
   return {
     title: `Group ${step}/${number} of ${detail.name}`,
     crumbs: runCrumbs(
@@ -282,6 +283,7 @@ export async function group({ parts: [, run, , step, number], parameters, signal
       runHead(detail, "rollouts"),
       head,
       panel("Prompt", question),
+      distinct.length > 1 ? element("p", { class: "muted", text: about }) : null,
       rollouts.length ? cards : empty("This group has no answers"),
     ],
     previous: at(answer.previous),
@@ -293,31 +295,54 @@ function statusOf(one) {
   return one.status ?? one.verdict?.status;
 }
 
-function card(one, href) {
+export function questionBody({ messages, answer }) {
+  const expected = element(
+    "p",
+    { class: "expected" },
+    element("span", { class: "muted", text: "expected answer " }),
+    element("code", { text: visibleText(String(answer)) }),
+  );
+  return element("div", { class: "body" }, messageList(messages), answer ? expected : null);
+}
+
+// Lists of equal answers: the same text with the same verdict. The highest reward first.
+function distinctAnswers(rollouts) {
+  const groups = Map.groupBy(rollouts, (one) => JSON.stringify([one.text, one.reward, statusOf(one), one.truncated]));
+  return [...groups.values()].sort(([a], [b]) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+}
+
+// `best`: the pieces of the first answer, with which the text is compared; null for that answer.
+function card(same, href, best) {
+  const [one] = same;
   const status = statusOf(one);
+  const pieces = piecesOf(one);
+  const at = best ? firstDifference(pieces, best) : pieces.length;
   const facts = [
-    `reward ${formatNumber(one.reward, 3)}`,
+    `reward ${formatNumber(one.reward)}`,
     plural(one.length, "token"),
     one.verdict?.parsed ? `parsed ${visibleText(one.verdict.parsed)}` : "",
     one.truncated ? "truncated" : "",
     visibleText(one.verdict?.detail ?? ""),
   ];
+  const others = same.slice(1).map((other) => element("a", { href: href(other), text: String(other.sample) }));
   return element(
     "article",
     { class: `card ${status === "ok" ? "good" : "bad"}` },
     element(
       "header",
       {},
-      element("a", { class: "row-link", href, text: `Sample ${one.sample}` }),
+      element("a", { class: "row-link", href: href(one), text: `Sample ${one.sample}` }),
+      same.length > 1 ? pill(`\u00d7${same.length}`) : null,
       statusPill(status),
       changePill(one.changed),
       element("span", { class: "push muted" }, "advantage ", signed(one.advantage)),
     ),
-    textBlock(one.text),
+    markedText(pieces, (index) => index === at),
     element(
       "footer",
       {},
       facts.filter(Boolean).map((text) => element("span", { text })),
+      others.length ? element("span", { class: "controls tight" }, "also samples", others) : null,
     ),
   );
 }

@@ -10,6 +10,7 @@ import {
   indexNote,
   isIndexing,
   pager,
+  pill,
   problemList,
   rowLink,
   searchField,
@@ -23,10 +24,14 @@ const LIMIT = 50;
 const REASONS = 5; // skipped batches whose reason is shown
 export const INDEXING_MS = 500; // between updates while the server reads the rollout files
 const SORTS = [
-  ["", "step"],
-  ["reward", "reward"],
-  ["length", "length"],
-  ["advantage", "advantage"],
+  ["", "newest step"],
+  ["step asc", "oldest step"],
+  ["reward desc", "highest reward"],
+  ["reward asc", "lowest reward"],
+  ["length desc", "longest"],
+  ["length asc", "shortest"],
+  ["advantage desc", "highest advantage"],
+  ["advantage asc", "lowest advantage"],
 ];
 const CHANGES = [
   ["", "any"],
@@ -73,10 +78,8 @@ function filters(view, draw) {
     text: "Clear filters",
     onclick: () => change(view, emptied(parameters), true).then(draw),
   });
-  return element(
-    "form",
-    { class: "panel filters", role: "search", onsubmit: (event) => event.preventDefault() },
-    search,
+  const order = [parameters.sort, parameters.order].filter(Boolean).join(" ");
+  const fields = [
     select("Answers of", sources(view), parameters.source, set("source"), { name: "source" }),
     isTraining(parameters) ? numberField("Step", "step", view) : null,
     select("Verdict", CHANGES, parameters.changed, set("changed"), {
@@ -96,17 +99,25 @@ function filters(view, draw) {
       }),
       element("span", { text: "truncated" }),
     ),
-    select(
-      "Sort by",
-      SORTS,
-      parameters.sort,
-      (value) => change(view, { sort: value, order: value ? "desc" : "" }, true),
-      { name: "sort" },
-    ),
+    select("Sort by", SORTS, order, (value) => change(view, { sort: value.split(" ")[0], order: value.split(" ")[1] }, true), {
+      name: "sort",
+    }),
+    clear,
+  ];
+  return element(
+    "form",
+    { class: "panel filters", role: "search", onsubmit: (event) => event.preventDefault() },
+    search,
+    foldedFilters(fields.filter(Boolean)),
     view.chips,
     parameters.prompt ? promptChip(view, draw) : null,
-    clear,
   );
+}
+
+// On a phone, the filters are folded.
+function foldedFilters(fields) {
+  const open = !matchMedia("(max-width: 700px)").matches;
+  return element("details", { class: "more-filters", open }, element("summary", { text: "Filters and order" }), element("div", {}, fields));
 }
 
 function isTraining({ source }) {
@@ -265,7 +276,32 @@ function rows(view, answer, offset) {
   const href = ({ source, step, index }) => link(["run", view.run, "rollout", source, step, index], list);
   const onOffset = (target) => change(view, { offset: target || "" }, true).then(() => scrollTo(0, 0));
   const page = pager({ total: answer.total, offset, limit: LIMIT, noun: "rollout", onOffset });
-  return [table(columns(view), answer.rows, { href, caption: "Rollouts" }), page];
+  const byStep = !view.parameters.sort || view.parameters.sort === "step";
+  const grouped = byStep && answer.rows.some((row) => row.passed[1] > 1);
+  const groupHead = (row) => ({
+    key: [row.source, row.step, row.group].join("/"),
+    content: () => groupTitle(view.run, row),
+  });
+  return [
+    table(columns(view, grouped), answer.rows, { href, caption: "Rollouts", groupHead: grouped ? groupHead : null }),
+    page,
+  ];
+}
+
+// The question above its answers, with its pass rate at this time.
+function groupTitle(run, row) {
+  const [correct, count] = row.passed;
+  const isStep = row.source === "train" || row.source === "skipped";
+  const group = { source: row.source === "train" ? "" : row.source };
+  return element(
+    "div",
+    { class: "controls tight" },
+    element("span", { class: "nowrap muted", text: isStep ? `Step ${formatNumber(row.step)}, group ${row.group}` : row.source }),
+    element("span", { class: "question-line", dir: "auto", title: visibleText(row.prompt_preview), text: visibleText(row.prompt_preview || row.prompt_id) }),
+    pill(`${formatNumber(correct)} of ${formatNumber(count)} correct`, correct === count ? "good" : correct ? "" : "bad"),
+    isStep ? element("a", { href: link(["run", run, "group", row.step, row.group], group), text: "Group" }) : null,
+    element("a", { href: link(["run", run, "story"], { prompt: row.prompt_id }), text: "Story" }),
+  );
 }
 
 function nothing({ parameters, detail }) {
@@ -279,7 +315,7 @@ function nothing({ parameters, detail }) {
   return empty("No rollouts", text);
 }
 
-function columns(view) {
+function columns(view, grouped) {
   const training = isTraining(view.parameters);
   const group = (row) =>
     element("a", {
@@ -287,22 +323,30 @@ function columns(view) {
       title: "All answers to this prompt in this step",
       text: formatNumber(row.group),
     });
+  const question = (row) => element("div", { class: "muted small question-line", dir: "auto", text: visibleText(row.prompt_preview || row.prompt_id) });
+  const answer = (row, href) => [grouped ? null : question(row), rowLink(row.preview || "(empty)", href)];
   return [
-    { title: "Step", label: "Step", class: "number", cell: (row) => formatNumber(row.step) },
-    training ? { title: "Group", label: "Group", class: "number", cell: group } : null,
+    grouped ? null : { title: "Step", label: "Step", class: "number", cell: (row) => formatNumber(row.step) },
+    training && !grouped ? { title: "Group", label: "Group", class: "number", cell: group } : null,
     { title: "Status", label: "Status", class: "nowrap", cell: (row) => [statusPill(row.status), skippedPill(row)] },
-    { title: "Answer", class: "preview", cell: (row, href) => rowLink(row.preview || "(empty)", href) },
-    { title: "Reward", label: "Reward", class: "number", cell: (row) => formatNumber(row.reward, 3) },
+    { title: grouped ? "Answer" : "Question and answer", class: "preview", cell: answer },
+    { title: "Reward", label: "Reward", class: "number", cell: (row) => formatNumber(row.reward) },
     training ? { title: "Advantage", label: "Advantage", class: "number", cell: (row) => signed(row.advantage) } : null,
     { title: "Length", label: "Length", class: "number", cell: (row) => formatNumber(row.length) },
-    { title: "Turns", label: "Turns", class: "number", cell: (row) => formatNumber(row.turns) },
-    { title: "Finish", label: "Finish", cell: (row) => row.finish ?? "" },
-    { title: "Verdict", label: "Verdict", class: "nowrap", cell: (row) => changePill(row.changed) ?? "" },
+    { title: "Turns", label: "Turns", class: "number", cell: (row) => formatNumber(row.turns), has: (row) => row.turns > 1 },
+    { title: "Finish", label: "Finish", cell: (row) => row.finish ?? "", has: (row) => row.finish },
+    {
+      title: "Verdict",
+      label: "Verdict",
+      class: "nowrap",
+      cell: (row) => changePill(row.changed) ?? "",
+      has: (row) => row.changed,
+    },
   ].filter(Boolean);
 }
 
 export function signed(value) {
-  const text = formatNumber(value, 3);
+  const text = formatNumber(value);
   if (value > 0) return element("span", { class: "good", text: `+${text}` });
   return value < 0 ? element("span", { class: "bad", text }) : text;
 }

@@ -1,20 +1,24 @@
 // One run: its header with tabs, and the summary with findings, facts and curves.
 
 import { get, runPath } from "./api.js";
-import { intervalPlot } from "./charts.js";
+import { intervalPlot, pngButton, spreadOut } from "./charts.js";
 import { Curves, curveControls } from "./curves.js";
 import { element, formatDuration, formatNumber, formatShare, plural, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
 import {
+  badgePill,
   empty,
   factList,
   findingList,
   modelName,
   pValueText,
+  pacePart,
   panel,
   problemList,
+  rowLink,
   searchField,
   statePill,
+  statusPill,
   stepsText,
   timeText,
 } from "./widgets.js";
@@ -48,10 +52,19 @@ export function runHead(detail, active) {
     "div",
     { class: "head" },
     element("h1", { text: detail.name }),
-    statePill(detail.state),
+    statePill(detail),
+    badgePill(detail),
     element("span", { class: "muted", text: facts }),
   );
-  return element("div", {}, head, element("nav", { class: "tabs", "aria-label": "Views of the run" }, links));
+  const tabs = element("nav", { class: "tabs", "aria-label": "Views of the run" }, links);
+  requestAnimationFrame(() => showActive(tabs));
+  return element("div", {}, head, tabs);
+}
+
+// On a phone, the tabs are wider than the screen: the active one is scrolled into view.
+export function showActive(tabs) {
+  const active = tabs?.querySelector("[aria-current]");
+  if (active) tabs.scrollLeft = active.offsetLeft - (tabs.clientWidth - active.offsetWidth) / 2;
 }
 
 export function runCrumbs(detail, ...more) {
@@ -70,14 +83,16 @@ export async function runSummary({ parts: [, run], parameters, signal }) {
     curves,
     parameters: { ...parameters },
     top: element("div", { class: "stack" }),
+    samples: element("div", {}),
     body: element("div", { class: "stack" }),
   };
   drawTop(view);
   drawCurves(view);
+  await drawSamples(view, signal);
   return {
     title: detail.name,
     crumbs: runCrumbs(detail),
-    parts: [view.top, view.body],
+    parts: [view.top, view.samples, view.body],
     live: () => view.detail.state === "running",
     every: () => (view.detail.findings_pending ? PENDING_MS : null),
     refresh: () => refreshSummary(view),
@@ -88,10 +103,45 @@ async function refreshSummary(view) {
   const grown = await view.curves.reload();
   const detail = await loadRun(view.run);
   if (JSON.stringify(detail) === JSON.stringify(view.detail)) return;
+  await drawSamples(view); // after the index has grown
   const hadPanels = view.curves.charts.size > 0;
   view.detail = detail;
   drawTop(view);
   if (grown && (!hadPanels || view.panels !== view.curves.panels().length)) drawCurves(view);
+}
+
+// The newest answers to two prompts: of each, the one with the highest reward.
+async function drawSamples(view, signal) {
+  const { run } = view;
+  const { rows } = await get(runPath(run, "rollouts"), { limit: 100 }, signal).catch(() => ({ rows: [] }));
+  const groups = [...Map.groupBy(rows, ({ step, group }) => `${step}/${group}`).values()].slice(0, 2);
+  const newest = groups.map((group) => group.reduce((best, row) => (row.reward > best.reward ? row : best)));
+  const text = JSON.stringify(newest);
+  if (text === view.shownSamples) return;
+  view.shownSamples = text;
+  const cards = element(
+    "div",
+    { class: "body columns" },
+    newest.map((row) => sampleCard(run, row)),
+  );
+  const more = element("a", { class: "push", href: link(["run", run, "rollouts"]), text: "All rollouts \u2192" });
+  view.samples.replaceChildren(...(newest.length ? [panel("Newest answers", cards, more)] : []));
+}
+
+function sampleCard(run, row) {
+  const [correct, count] = row.passed;
+  return element(
+    "article",
+    { class: "sample" },
+    element("p", { class: "muted", dir: "auto", text: visibleText(row.prompt_preview || row.prompt_id) }),
+    element("p", { class: "preview-text" }, rowLink(row.preview || "(empty)", link(["run", run, "rollout", row.source, row.step, row.index]))),
+    element(
+      "p",
+      { class: "controls tight muted small" },
+      statusPill(row.status),
+      `reward ${formatNumber(row.reward)} \u00b7 step ${formatNumber(row.step)} \u00b7 ${correct} of ${count} correct`,
+    ),
+  );
 }
 
 function drawTop(view) {
@@ -149,7 +199,9 @@ function facts(detail) {
       : null;
   return factList([
     ["Steps", stepsText(detail), bar],
-    ["Reward, last step", formatNumber(detail.reward, 4)],
+    ["Remaining", pacePart(detail), "from the median time of the last steps"],
+    ["Tokens per second", detail.tokens_per_s === null ? null : formatNumber(detail.tokens_per_s), "sampled, while generating"],
+    ["Reward, last step", formatNumber(detail.reward)],
     [
       "Time",
       formatDuration(detail.wall_s),
@@ -187,7 +239,8 @@ function results({ id, before, after, paired, summary }) {
       ? changeText(before, after, paired)
       : element("p", { class: "muted", text: "The evaluation after training has not been made yet." }),
   );
-  return panel("Accuracy before and after", body, element("span", { class: "muted", text: split }), more);
+  const save = pngButton(() => plot, () => ["Accuracy before and after"]);
+  return panel("Accuracy before and after", body, element("span", { class: "muted", text: split }), more, save);
 }
 
 function changeText(before, after, paired) {
@@ -235,10 +288,12 @@ function drawCurves(view) {
     element("h2", { text: "Curves" }),
     element("div", { class: "push" }, curveControls(curves, remember)),
   );
-  const grid = element(
-    "div",
-    { class: "charts" },
-    panels.map((one) => curves.addChart(one)),
+  const grid = spreadOut(
+    element(
+      "div",
+      { class: "charts" },
+      panels.map((one) => curves.addChart(one)),
+    ),
   );
   view.body.replaceChildren(head, grid, allMetrics(view, new Set(panels.map((one) => one.metric))));
 }
@@ -267,7 +322,7 @@ function allMetrics(view, shown) {
 }
 
 function metricGroup(view, prefix, names) {
-  const grid = element("div", { class: "charts" });
+  const grid = spreadOut(element("div", { class: "charts" }));
   const open = async (event) => {
     if (!event.target.open || grid.childElementCount) return;
     grid.append(...(await view.curves.addMetrics(names)));

@@ -10,6 +10,7 @@ export async function settings({ parts: [, run], signal }) {
   const command = (environment.command ?? []).map(quoted).join(" ");
   const parts = [
     command ? commandPanel(command, environment.folder) : null,
+    changedPanel(detail.changed),
     configPanel(detail.config),
     Object.keys(environment).length
       ? panel("Environment", keyTable(flatten(without(environment, "command", "folder"))))
@@ -56,6 +57,20 @@ function commandPanel(command, folder) {
   );
 }
 
+// Settings that differ from their defaults: what this run is about.
+function changedPanel(changed) {
+  if (!changed.length) return null;
+  const code = (value) => element("code", { text: value === null || value === "" ? "\u2013" : visibleText(settingText(value)) });
+  const columns = [
+    { title: "Setting", cell: ([key]) => element("code", { text: visibleText(key) }) },
+    { title: "Value", cell: ([, value]) => code(value) },
+    { title: "Default", class: "muted", cell: ([, , value]) => code(value) },
+  ];
+  const frame = table(columns, changed, { caption: "Changed settings", cards: false });
+  frame.classList.add("settings-table");
+  return panel("Changed settings", frame, element("span", { class: "muted", text: "those that differ from their defaults" }));
+}
+
 function configPanel(config) {
   const rows = flatten(config ?? {});
   if (!rows.length) return empty("No settings", "config.toml is missing or cannot be read.");
@@ -64,7 +79,7 @@ function configPanel(config) {
     const words = text.toLowerCase();
     list.replaceChildren(keyTable(rows.filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(words))));
   });
-  return panel("Settings", list, element("div", { class: "push" }, search));
+  return panel("All settings", list, element("div", { class: "push" }, search));
 }
 
 // Nested settings as [key, text] with dots in the key.

@@ -2,6 +2,7 @@
 //
 //   tokenView(tokens, options)       chooser, scale and text; hovering or focusing a token shows its exact numbers
 //   tokenColorings(tokens)           the numbers that these tokens have: [{key, label, values, ...}]
+//   startColoring(colorings)         the key of the coloring that is shown first: one in which tokens differ
 //   tokenFacts(tokens, index)        the numbers of one token as [name, text] pairs
 //   exactNumber(value)               all digits of a 32-bit float
 //
@@ -16,6 +17,7 @@ import { element, formatNumber, visibleText } from "./dom.js";
 
 const BLOCK = 400; // tokens per block; a block ends at a line break if there is one
 const MAX_BLOCK = 1200;
+const VISIBLE = 0.1; // nats: if all tokens of an answer are more certain, their color says nothing
 
 // `of` gives a token's number or null; `size` its strength before scaling; `signed`: colors differ below and above 0.
 export const COLORINGS = [
@@ -23,7 +25,7 @@ export const COLORINGS = [
     key: "engine",
     label: "engine log-probability",
     unit: "nats",
-    limit: [1, 6],
+    limit: [VISIBLE, 6],
     of: (t, i) => sampledValue(t, t.engine_logprobs, i),
     size: (value) => -value,
     help: "log-probability of the sampled token under the engine's distribution; stronger color: less likely",
@@ -32,7 +34,7 @@ export const COLORINGS = [
     key: "trainer",
     label: "trainer log-probability",
     unit: "nats",
-    limit: [1, 6],
+    limit: [VISIBLE, 6],
     of: (t, i) => t.trainer_logprobs?.[i] ?? null,
     size: (value) => -value,
     help: "log-probability of the same token in the trainer's forward pass; stronger color: less likely",
@@ -107,6 +109,13 @@ function topOf({ values, size, limit: [least, most] }) {
   return Math.min(top, most);
 }
 
+export function startColoring(colorings) {
+  const strongest = ({ values, size }) => Math.max(0, ...values.map((value) => (value === null ? 0 : Math.abs(size(value)))));
+  const [first] = colorings;
+  const advantage = colorings.find(({ key }) => key === "advantage");
+  return first && strongest(first) < VISIBLE && advantage && strongest(advantage) > 0 ? advantage.key : first?.key;
+}
+
 export function exactNumber(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "\u2013";
   return String(Number(value.toPrecision(9)))
@@ -146,7 +155,8 @@ export function tokenView(tokens, options = {}) {
   const text = element("div", { class: "tokens", role: "group", "aria-label": "Tokens; arrow keys move between them" });
   const scale = element("div", { class: "token-scale" });
   const root = element("div", { class: "token-view" });
-  const view = { tokens, text, tip, spans: [], current: 0, coloring: null };
+  const current = Math.max(0, tokens.sampled?.findIndex(Boolean) ?? 0);
+  const view = { tokens, text, tip, spans: [], current, coloring: null };
   const choose = (key) => {
     view.coloring = colorings.find((one) => one.key === key) ?? colorings[0] ?? null;
     view.spans.forEach((span, index) => paint(view, span, index));
@@ -154,7 +164,7 @@ export function tokenView(tokens, options = {}) {
     root.dataset.coloring = view.coloring?.key ?? "";
     root.toggleAttribute("data-signed", Boolean(view.coloring?.signed));
   };
-  choose(options.coloring);
+  choose(options.coloring || startColoring(colorings));
   const chooser = colorChooser(colorings, view.coloring?.key, (key) => {
     choose(key);
     options.onColoring?.(key);
@@ -208,7 +218,11 @@ function segmentsOf(tokens, turns) {
 function segmentTitle({ role, turn, start, end }, segments, turns) {
   const size = `${formatNumber(end - start)} token${end - start === 1 ? "" : "s"}`;
   const several = segments.filter((one) => one.role === "action").length > 1;
-  if (role === "action") return `${several ? `Turn ${turn}, sampled` : "Sampled"} \u00b7 ${size}`;
+  if (role === "action") {
+    const { reward, masked } = turns?.filter((one) => one.role === "action")[turn - 1] ?? {};
+    const facts = [several && typeof reward === "number" ? `reward ${formatNumber(reward)}` : "", masked ? "not trained" : ""];
+    return [`${several ? `Turn ${turn}, sampled` : "Sampled"} \u00b7 ${size}`, ...facts.filter(Boolean)].join(" \u00b7 ");
+  }
   const reply = turns?.filter((one) => one.role === "context")[turn]?.title;
   return `${turn === 0 ? "Prompt" : (reply ?? "Observation")} \u00b7 ${size}`;
 }
@@ -216,10 +230,7 @@ function segmentTitle({ role, turn, start, end }, segments, turns) {
 function appendSegments(view, segments, root) {
   const blocks = segments.flatMap((segment) => {
     const body = element("div", { class: "segment-text" });
-    const title = element("div", { class: "segment-title", text: segment.title });
-    view.text.append(
-      element("section", { class: `segment ${segment.role}`, "aria-label": segment.title }, title, body),
-    );
+    view.text.append(segmentElement(segment, body));
     return blocksOf(view.tokens, segment).map((range) => ({ body, range }));
   });
   const appendNext = (deadline) => {
@@ -232,6 +243,14 @@ function appendSegments(view, segments, root) {
     else root.dataset.complete = "true";
   };
   appendNext({ timeRemaining: () => (view.spans.length < 2 * MAX_BLOCK ? 5 : 0) });
+}
+
+// The prompt is folded: pages show it as text as well.
+function segmentElement({ role, turn, title }, body) {
+  const attributes = { class: `segment ${role}`, "aria-label": title };
+  if (role === "context" && turn === 0)
+    return element("details", attributes, element("summary", { class: "segment-title", text: title }), body);
+  return element("section", attributes, element("div", { class: "segment-title", text: title }), body);
 }
 
 function whenIdle(call) {
@@ -290,7 +309,11 @@ function listenToTokens(view) {
     indexOf(event) === undefined ? hideTip(view) : showTip(view, Number(indexOf(event))),
   );
   text.addEventListener("pointerleave", () => hideTip(view));
-  text.addEventListener("focusin", (event) => indexOf(event) !== undefined && showTip(view, Number(indexOf(event))));
+  text.addEventListener("focusin", (event) => {
+    if (indexOf(event) === undefined) return;
+    makeCurrent(view, Number(indexOf(event)));
+    showTip(view, view.current);
+  });
   text.addEventListener("focusout", () => hideTip(view));
   text.addEventListener("click", (event) => indexOf(event) !== undefined && focusToken(view, Number(indexOf(event))));
   text.addEventListener("keydown", (event) => moveFocus(view, event));
@@ -321,7 +344,7 @@ function inLine(view, direction) {
   let line = null;
   for (let index = view.current + step; view.spans[index]; index += step) {
     const box = view.spans[index].getBoundingClientRect();
-    if (Math.abs(box.top - here.top) < 3) continue;
+    if (!box.height || Math.abs(box.top - here.top) < 3) continue;
     line ??= box.top;
     if (Math.abs(box.top - line) >= 3) break;
     if (
@@ -334,10 +357,16 @@ function inLine(view, direction) {
 }
 
 function focusToken(view, index) {
+  const folded = view.spans[index].closest("details:not([open])");
+  if (folded) folded.open = true;
+  makeCurrent(view, index);
+  view.spans[index].focus();
+}
+
+function makeCurrent(view, index) {
   view.spans[view.current]?.setAttribute("tabindex", "-1");
   view.current = index;
   view.spans[index].setAttribute("tabindex", "0");
-  view.spans[index].focus();
 }
 
 function showTip(view, index) {

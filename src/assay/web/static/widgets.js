@@ -1,6 +1,7 @@
 // Parts that several views use.
 
-import { element, formatDuration, formatNumber, formatShare, plural, visibleText } from "./dom.js";
+import { spreadOut } from "./charts.js";
+import { element, formatDuration, formatNumber, formatShare, plural, shortened, visibleText } from "./dom.js";
 import { link } from "./route.js";
 
 const STATE_TONES = {
@@ -24,8 +25,22 @@ export function pill(text, tone = "") {
   return element("span", { class: `pill ${tone}`.trim(), text });
 }
 
-export function statePill(state) {
-  return pill(state ?? "unknown", STATE_TONES[state] ?? "");
+const SEVERITY_TONES = { error: "bad", warning: "warn", note: "note" };
+
+// A run with which something is wrong is not green.
+export function statePill({ state, badge }) {
+  const tone = STATE_TONES[state] ?? "";
+  const suspicious = badge && badge.severity !== "note";
+  return pill(state ?? "unknown", tone === "good" && suspicious ? SEVERITY_TONES[badge.severity] : tone);
+}
+
+// The number of the doctor's findings of the highest severity.
+export function badgePill({ badge }) {
+  if (!badge) return null;
+  const found = pill(plural(badge.count, badge.severity), SEVERITY_TONES[badge.severity] ?? "");
+  found.classList.add("badge");
+  found.title = visibleText(badge.evidence);
+  return found;
 }
 
 export function statusPill(status) {
@@ -101,7 +116,7 @@ function exampleList(examples) {
 // `items`: [name, value, small print]; values are texts or elements, and items without a value are left out.
 export function factList(items) {
   const shown = items.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return element(
+  const list = element(
     "dl",
     { class: "facts" },
     shown.map(([name, value, small]) =>
@@ -113,6 +128,11 @@ export function factList(items) {
       ),
     ),
   );
+  return spreadOut(list);
+}
+
+export function pacePart({ eta_s: eta }) {
+  return eta === null || eta === undefined ? "" : `${formatDuration(eta)} left`;
 }
 
 export function panel(title, body, ...header) {
@@ -124,18 +144,27 @@ export function textBlock(text, className = "text") {
   return element("pre", { class: className, dir: "auto", text: visibleText(text ?? "") });
 }
 
-// A table whose rows are links. columns: [{title, cell(row), key (to sort by), class, label}]. `href(row)` of a row is
-// the address of its first link. With `sort` {key, order, onSort}, headings with a key sort the rows.
-export function table(columns, rows, { href, sort, caption, cards = true } = {}) {
+// A table whose rows are links. columns: [{title, cell(row), key (to sort by), class, label, has(row)}]. `href(row)` of
+// a row is the address of its first link. With `sort` {key, order, onSort}, headings with a key sort the rows. A column
+// with `has` is left out if no row has it. `groupHead(row)`: a title above the rows that have the same one, with a key.
+export function table(allColumns, rows, { href, sort, caption, cards = true, groupHead } = {}) {
+  const columns = allColumns.filter(({ has }) => !has || rows.some(has));
   const head = element(
     "tr",
     {},
     columns.map((column) => heading(column, sort)),
   );
+  let last = null;
   const body = element(
     "tbody",
     {},
-    rows.map((row) => tableRow(columns, row, href?.(row))),
+    rows.flatMap((row) => {
+      const title = groupHead?.(row) ?? null;
+      const begins = title !== null && title.key !== last;
+      last = title?.key ?? null;
+      const heading = begins ? element("td", { colspan: columns.length }, title.content()) : null;
+      return [begins ? element("tr", { class: "group-head" }, heading) : null, tableRow(columns, row, href?.(row))];
+    }),
   );
   body.addEventListener("click", openRow);
   const parts = [element("caption", { class: "visually-hidden", text: caption }), element("thead", {}, head), body];
@@ -253,11 +282,8 @@ export function stepsText({ steps, steps_planned: planned }) {
 }
 
 export function modelName(model) {
-  return String(model ?? "")
-    .split("/")
-    .filter(Boolean)
-    .slice(-2)
-    .join("/");
+  const parts = String(model ?? "").split("/");
+  return shortened(parts.filter(Boolean).slice(-2).join("/"));
 }
 
 export { formatDuration, link };
