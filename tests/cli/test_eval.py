@@ -48,6 +48,16 @@ def test_settings_changed_since_the_checkpoint_are_warned_about(small: SmallRuns
         config.write_text(before)
 
 
+def test_json_is_all_that_is_printed_to_standard_output(
+    small: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small("eval", "run:small@0", "--json", "-") == 0
+    shown = capsys.readouterr()
+    (result,) = json.loads(shown.out)
+    assert result["n"] == 8 and "accuracy" in shown.err
+    assert result["accuracy"] == evaluate(small, tmp_path, "run:small@0")[0]["accuracy"]
+
+
 def test_the_paired_test_is_mcnemars_test_on_the_answers(
     small: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,9 +109,7 @@ def writing(dest: Path) -> Iterator[Path]:
 
 def export_folder(options: Export, console: Console) -> dict[str, Any]:
     dtype = options.dtype or "float32"
-    model, tokenizer, checkpoint = load_resolved(
-        options.source, options.runs_dir, partial(load, report=loading(options, console))
-    )
+    model, tokenizer, checkpoint = load_model_of(options, console)
     with writing(options.dest) as folder:
         console.announce(f"writing {options.dest}")
         save(model, tokenizer, folder, dtype)
@@ -124,9 +122,7 @@ def export_gguf(options: Export, console: Console) -> dict[str, Any]:
     from assay.text.gguf import gguf_metadata
 
     kind = options.gguf or "f16"
-    model, tokenizer, checkpoint = load_resolved(
-        options.source, options.runs_dir, partial(load, report=loading(options, console))
-    )
+    model, tokenizer, checkpoint = load_model_of(options, console)
     rows = check_writable(model).vocab_size
     metadata = {"general.name": options.dest.stem, **gguf_metadata(tokenizer, rows)}
     with writing(options.dest) as folder:

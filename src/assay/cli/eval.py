@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ For a checkpoint of a run (run:NAME@best), the run's task, environment, prompt a
   assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1
 With --engine openai, MODEL is the name of a model at an OpenAI-compatible endpoint (--openai.url URL)."""
 SETTINGS = MeasureConfig
+STDOUT = "-"  # in place of a file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", choices=("train", "validation", "test", "all"), help="split of the task [test; with --data: all]"
     )
     add_config(parser)
-    parser.add_argument("--json", metavar="FILE", help="write all results as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write all results as JSON; -: to standard output")
     parser.add_argument("--answers", metavar="FILE", help="write every answer and its verdict as JSONL")
     add_trust(parser)
 
@@ -50,9 +52,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     cfg = settings_of(args)
-    for file in (args.json, args.answers):
+    for file in (None if args.json == STDOUT else args.json, args.answers):
         check_new(file)
-    with Console() as console:
+    with Console(sys.stderr if args.json == STDOUT else None) as console:
         console.announce(f"loading {args.models[0]}")
         return evaluate_models(args, cfg, console)
 
@@ -66,7 +68,9 @@ def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Conso
     console.table(*result_table(results))
     for entry in results if results[0]["samples"] > 1 else ():
         console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
-    if args.json:
+    if args.json == STDOUT:
+        print(json.dumps(results, indent=1))
+    elif args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
