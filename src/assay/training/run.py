@@ -124,8 +124,8 @@ class TrainingRun:
             start = "the start" if saved is None else f"the checkpoint of step {saved}, whose weights are finite,"
             command = f"assay train --resume {shlex.quote(str(path))} --{key} {lr / 10:g}"
             raise UserError(
-                f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
-                "and check the model, and custom rewards, advantages or losses"
+                f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with "
+                "dtype = 'float32', and check the model, and custom rewards, advantages or losses"
             ) from error
 
     @contextmanager
