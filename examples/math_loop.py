@@ -6,7 +6,7 @@ python examples/math_loop.py [--model FOLDER --task.path FOLDER --replay.load ru
 import sys
 from dataclasses import replace
 
-from assay import Group, Policy, Trainer
+from assay import Group, Policy, Prompt, Trainer
 from assay.config.settings import parse_overrides
 from assay.types import Message
 
@@ -15,7 +15,7 @@ SHOTS = [("What is the sum of $3$ and $4$?", "3+4=<<3+4=7>>7\nThe answer is \\bo
 
 class FewShotPolicy(Policy):
     def get_action(self, state, greedy=False, after=None):
-        if after is None:  # the first action of an episode: show how to write a solution
+        if isinstance(state, Prompt):  # the first action of an episode: show how to write a solution
             pairs = [(Message(role="user", content=q), Message(role="assistant", content=a)) for q, a in SHOTS]
             state = replace(state, messages=(*sum(pairs, ()), *state.messages))
         return super().get_action(state, greedy, after)

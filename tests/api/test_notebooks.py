@@ -40,6 +40,22 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "sort-model" / "config.json").is_file()
 
 
+def test_the_script_is_the_notebook() -> None:
+    cells = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())["cells"]
+    notebook = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    script = ast.parse((ROOT / "examples" / "quickstart.py").read_text())
+    statements = [without_print(statement) for statement in script.body[1:]]  # after the docstring
+    assert list(map(ast.unparse, statements)) == list(map(ast.unparse, ast.parse(notebook).body))
+
+
+def without_print(statement: ast.stmt) -> ast.AST:
+    """What `print(value)` prints: a notebook shows the value instead."""
+    match statement:
+        case ast.Expr(ast.Call(ast.Name("print"), [value])):
+            return value
+    return statement
+
+
 @pytest.mark.slow
 def test_several_processes_train_one_run(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

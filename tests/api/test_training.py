@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,14 @@ import torch
 from small_run import SmallRuns
 
 import assay
-from assay.api.arguments import overrides_of
+from assay.api.arguments import SHORT, overrides_of
 from assay.api.data import lora_settings, task_settings
+from assay.api.errors import in_python_words, python_errors
+from assay.api.session import console_warnings
 from assay.config import TrainConfig
 from assay.rewards import JudgePool, importing
 from assay.rewards.functions import FunctionJudge
+from assay.runs.console import Console
 from assay.tasks import make_task
 from assay.training import run as training_run
 from assay.types import Message, Prompt, Status, UserError, Verdict
@@ -98,6 +103,17 @@ def test_a_function_that_hangs_in_this_process_causes_a_warning() -> None:
         warnings.simplefilter("always")
         assert pool.judge([("a", "b", {})])[0].reward == 1.0
     assert len(caught) == 1 and "0.1 s per answer" in str(caught[0].message)
+
+
+class Shown(Console):
+    """A console that keeps its warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.texts: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.texts.append(text)
 
 
 class FirstIsBetter:
@@ -190,11 +206,13 @@ def test_arguments_become_settings_with_suggestions() -> None:
     }
     for wrong, message in (
         ({"stpes": 3}, "did you mean 'steps'"),
+        ({"rewards": print}, "did you mean 'reward'"),
+        ({"train_dataset": ROWS}, "did you mean 'data'"),
         ({"lr": 1.0, "optim.lr": 2.0}, "same setting"),
         ({"optim": {"lr": object()}}, r"optim\.lr"),
     ):
         with pytest.raises(UserError, match=message):
-            overrides_of(wrong, TrainConfig)
+            overrides_of(wrong, TrainConfig, SHORT, ("data", "reward"))
     with pytest.raises(UserError, match=r"'optim\.lr' in the arguments"):
         assay.train(model="preset:nano", data=ROWS, optim={"lr": "fast"})
     with pytest.raises(UserError, match=r"optim\.lr"):
@@ -202,6 +220,45 @@ def test_arguments_become_settings_with_suggestions() -> None:
     for left_out in ("model", "data"):
         with pytest.raises(UserError, match=f"pass {left_out}="):
             assay.train(**{"model": "preset:nano", "data": ROWS, left_out: None})
+
+
+class NoVerdict:
+    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
+        return 0.5
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"config": {"steps": 3}}, "config must be the path of a TOML file, not dict"),
+    ({"callbacks": print}, "callbacks must be a list"),
+    ({"tokenizer": "folder"}, "tokenizer is for a transformers model"),
+    ({"columns": "question"}, "columns must be a dict"),
+    ({"eval_data": 10}, r"a share of data such as 0\.1, not 10"),
+    ({"data": ROWS[:2]}, "data has too few rows"),
+    ({"data": ROWS[:2], "eval_data": 0.4}, "data has too few rows"),
+    ({"data": [*ROWS, {"question": "x"}]}, r'^row 30 of data has no column "answer".* write an empty one$'),
+    ({"data": {"train": ROWS, "test": [{}]}}, r"^row 0 of data\['test'\] has no column"),
+    ({"data": [{"question": "x", "answer": b"1"}]}, "^row 0 has a value of type bytes"),
+    ({"reward": NoVerdict}, "not the class NoVerdict: pass an object of it"),
+    ({"reward": NoVerdict()}, r"a judge, which takes .* must return a Verdict, not 0\.5"),
+    ({"reward": lambda completion: 1.0}, r"^lambda takes \(completion\)"),
+    ({"data": None, "env": 3}, "^int must be an Env class"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), MISTAKES, ids=[message[:30] for _, message in MISTAKES])
+def test_mistakes_are_one_line(small: dict[str, Any], wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        assay.train(**{**small, **wrong})
+    assert "\n" not in str(error.value) and "python-" not in str(error.value)
+
+
+def test_errors_name_arguments_instead_of_options() -> None:
+    text = "lower it, e.g. assay train --resume runs/a --optim.lr 1e-05, or set task.name, e.g. --task abacus"
+    expected = "lower it, e.g. assay.train(resume='runs/a', optim={'lr': 1e-05}), or set task.name, e.g. task='abacus'"
+    with pytest.raises(UserError) as error, python_errors():
+        raise UserError(text)
+    assert str(error.value) == expected
+    assert in_python_words("start vLLM with --enable-sleep-mode") == "start vLLM with --enable-sleep-mode"
 
 
 def test_a_transformers_model_is_trained(small: dict[str, Any], tmp_path: Path) -> None:
@@ -219,14 +276,35 @@ def test_a_transformers_model_is_trained(small: dict[str, Any], tmp_path: Path) 
         assay.train(**{**small, "model": model})
 
 
-def test_settings_of_peft() -> None:
-    class Config:  # what PEFT's LoraConfig has; that package is not installed
-        peft_type, r, lora_alpha, target_modules, lora_dropout, bias = "LORA", 4, 16, {"v_proj", "q_proj"}, 0.0, "none"
+def test_fine_tuning_on_solutions(small: dict[str, Any]) -> None:
+    rows = [{**row, "solution": row["answer"]} for row in ROWS]
+    run = assay.sft(**{**small, "data": rows, "steps": 3}, lr=1e-3)
+    assert run.summary["sft"]["steps"] == 3 and ": finished, 3 steps" in repr(run)
+    with pytest.raises(UserError, match="pass steps"):
+        assay.sft(**{**small, "data": rows, "steps": None})
+    with pytest.raises(UserError, match="have no worked solution"):
+        assay.sft(**small)
 
-    assert lora_settings(Config()) == {"lora.rank": 4, "lora.alpha": 16.0, "lora.targets": ["q_proj", "v_proj"]}
-    Config.lora_dropout = 0.1
-    with pytest.raises(UserError, match="lora_dropout"):
-        lora_settings(Config())
+
+def test_settings_of_peft() -> None:
+    @dataclass
+    class Config:  # what PEFT's LoraConfig has; that package is not installed
+        peft_type: str = "LORA"
+        r: int = 8
+        lora_alpha: int = 16
+        target_modules: set[str] | None = None
+        lora_dropout: float = 0.0
+        init_lora_weights: bool | str = True
+        exclude_modules: list[str] | None = None
+        rank_pattern: dict[str, int] = field(default_factory=dict)
+
+    given = Config(r=4, target_modules={"v_proj", "q_proj"})
+    assert lora_settings(given) == {"lora.rank": 4, "lora.alpha": 16.0, "lora.targets": ["q_proj", "v_proj"]}
+    assert lora_settings(Config())["lora.targets"] == ["all-linear"]
+    unsupported: list[tuple[str, Any]] = [("lora_dropout", 0.1), ("init_lora_weights", "pissa")]
+    for name, value in [*unsupported, ("exclude_modules", ["q_proj"]), ("rank_pattern", {"q_proj": 2})]:
+        with pytest.raises(UserError, match=f"peft_config.{name} = .* is not supported"):
+            lora_settings(Config(**{name: value}))
     with pytest.raises(UserError, match="PEFT"):
         lora_settings(3)
 
@@ -309,10 +387,14 @@ def test_a_session_works_in_an_event_loop(small: dict[str, Any]) -> None:
     assert [row["reward/mean"] for row in asyncio.run(loop())] == [0.5, 0.5]
 
 
-def test_a_saved_run_shows_itself(small: dict[str, Any]) -> None:
+def test_a_saved_run_shows_itself(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assay.train(**small, reward=lambda completion, answer: 0.5, name="shown")
     run = assay.load_run("shown", small["runs_dir"])
     assert repr(run).startswith("run shown: finished, 1 step, accuracy")
+    monkeypatch.chdir(small["runs_dir"])
+    relative = assay.load_run("shown", ".")
+    monkeypatch.chdir("/")
+    assert relative.summary == run.summary  # after a change of the folder
     assert "<table" in run._repr_html_() and "shown" in run._repr_html_()
     rollouts = run.rollouts(step=1)
     assert len(rollouts) == 2 and "4 rollouts, mean reward 0.5" in repr(rollouts)
@@ -335,20 +417,43 @@ def test_memory_is_released_after_a_run(small: dict[str, Any]) -> None:
     counts = []
     for _ in range(10):
         assay.train(**small, reward=lambda completion, answer: 0.5)
-        counts.append(alive())
-    assert counts[-1] <= counts[1]
+        counts.append((alive(), threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    assert all(last <= second for last, second in zip(counts[-1], counts[1], strict=True)), counts
 
 
-def test_importing_is_fast_and_nothing_hides_the_functions() -> None:
+def test_runs_in_two_threads_restore_how_warnings_are_shown() -> None:
+    before = warnings.showwarning
+    shown = [Shown(), Shown()]
+    first, second = map(console_warnings, shown)
+    first.__enter__()
+    second.__enter__()
+    warnings.showwarning("late", UserWarning, "", 1)
+    first.__exit__(None, None, None)  # not the one that was entered last
+    warnings.showwarning("later", UserWarning, "", 1)
+    second.__exit__(None, None, None)
+    assert warnings.showwarning is before and shown[1].texts == ["late", "later"]
+
+
+def test_importing_is_fast() -> None:
     code = (
         "import sys, time; started = time.perf_counter(); import assay; took = time.perf_counter() - started\n"
         "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules and took < 0.2, took\n"
-        "import pkgutil, importlib\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_functions_work_after_importing_every_module(tmp_path: Path) -> None:
+    code = (
+        "import assay, pkgutil, importlib\n"
         "for module in pkgutil.walk_packages(assay.__path__, 'assay.'):\n"
         "    if not module.name.endswith('__main__') and 'kernels' not in module.name:\n"
         "        try: importlib.import_module(module.name)\n"
         "        except ImportError as error: assert 'assay' not in str(error.name), error\n"
         "for name in assay.__all__: assert callable(getattr(assay, name)), name\n"
-        "assert callable(assay.train) and callable(assay.serve)"
+        f"rows = {ROWS!r}\n"
+        "run = assay.train(model={'source': 'preset:nano', 'tokenizer': 'characters'}, data=rows, steps=0,\n"
+        "                  quiet=True, reward=lambda completion, answer: 1.0, max_new_tokens=2, name='imported')\n"
+        "with assay.serve(run.model(), device='cpu') as server: assert server.url.startswith('http')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

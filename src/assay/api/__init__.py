@@ -1,6 +1,7 @@
 """The Python API: what `import assay` exports, on top of the same components as the command line.
 
 arguments   Python arguments -> settings
+errors      errors in words of Python
 data        rows and models in memory -> files that settings can name
 training    train, sft, session: a run from arguments
 session     the steps of a run, for loops of users

@@ -18,6 +18,12 @@ from assay.rewards.functions import register_function
 from assay.types import UserError, closest
 
 Settings = TypeVar("Settings", bound=BaseModel)
+OF_TRL = {  # arguments of TRL's trainers
+    "train_dataset": "data",
+    "eval_dataset": "eval_data",
+    "reward_funcs": "reward",
+    "processing_class": "tokenizer",
+}
 
 SHORT = {  # names that need no section
     "recipe": "algo.recipe",
@@ -47,16 +53,22 @@ def overrides_of(
     for key, value in sorted(_flat(settings, "", kind), key=lambda item: item[0] in settings):
         full = short.get(key, key)
         field = fields.get(full)
-        code = field is not None and resource_of(field) is Resource.CODE
-        dotted[full] = _plain(value, register_function if code else _not_allowed(key))
+        convert = register_function if field and resource_of(field) is Resource.CODE else _not_allowed(key)
         if field is None and section_at(kind, full.split(".")) is None and "." not in full:
-            near = closest(full, [*short, *known])
-            if near is not None and not _is_better(full, fields):
+            convert = repr  # there is no such setting, which the settings report
+            near = OF_TRL.get(full) or closest(full, [*short, *known])
+            if near in (*short, *known) and not _is_better(full, fields):
                 raise UserError(f"unknown argument '{full}': did you mean '{near}'?")
+        dotted[full] = _plain(value, convert)
     return dotted
 
 
 def settings_of(kind: type[Settings], config: str | Path | None, overrides: Mapping[str, Any]) -> Settings:
+    if not isinstance(config, str | Path | None):
+        raise UserError(
+            f"config must be the path of a TOML file, not {type(config).__name__}: pass settings as arguments, e.g. "
+            "assay.train(**settings)"
+        )
     return load_settings(kind, config, overrides, PYTHON)
 
 

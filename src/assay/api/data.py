@@ -11,24 +11,33 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from assay.api.errors import remember_rows
 from assay.rewards.functions import register_function
 from assay.runs.files import atomic_write, make_folder, rename, sync_tree
 from assay.tasks import Task
 from assay.tasks.sources import SPLIT_STEMS, prepared_row
 from assay.types import Prompt, UserError, plural
 
+TOKENIZER = "tokenizer is for a transformers model: leave it out, or pass model={'source': ..., 'tokenizer': 'FOLDER'}"
 FOLDER = ".inputs"  # in the folder of the runs
 COLUMNS = ("question", "answer", "solution")  # names that `columns` may map
+# Fields of PEFT's LoraConfig that are used, or have no effect on training.
+OF_PEFT = {"r", "lora_alpha", "target_modules", "peft_type", "task_type", "inference_mode", "auto_mapping"}
+OF_PEFT |= {"peft_version", "base_model_name_or_path", "revision", "runtime_config"}
 LARGEST_SHARE = 0.5  # of rows that may be held out
+TOO_FEW = "data has too few rows to hold out some for validation and test: give at least 3, or pass eval_data"
 HELD_OUT = 0.1, 500  # share and number of rows held out for the test, and as many for validation
 
 
 def model_source(model: Any, tokenizer: Any = None, runs_dir: str | Path = "runs") -> str:
     """The model as a setting. A transformers model is saved as a folder, together with its tokenizer."""
     if isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise UserError(TOKENIZER)
         return str(model)
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise UserError(
@@ -80,15 +89,11 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
     kind = str(getattr(getattr(peft_config, "peft_type", ""), "value", getattr(peft_config, "peft_type", "")))
     if kind != "LORA":
         raise UserError(f"peft_config must be PEFT's LoraConfig, assay.LoraConfig or a dict, not {peft_config!r:.80}")
-    unsupported = {
-        **dict.fromkeys(("lora_dropout",), 0.0),
-        **dict.fromkeys(("modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern")),
-        **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), False),
-        "bias": "none",
-    }
-    for name, default in unsupported.items():
-        if (given := getattr(peft_config, name, default)) != default and given:
-            raise UserError(f"peft_config.{name} = {given!r} is not supported: leave it at {default!r}")
+    for field in fields(peft_config):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        given = getattr(peft_config, field.name)
+        if field.name not in OF_PEFT and given != default:
+            raise UserError(f"peft_config.{field.name} = {given!r:.80} is not supported: leave it at {default!r}")
     targets = peft_config.target_modules or ["all-linear"]
     values = {"rank": peft_config.r, "alpha": float(peft_config.lora_alpha)}
     return {f"lora.{name}": value for name, value in values.items()} | {
@@ -116,6 +121,8 @@ def reward_settings(reward: Any) -> dict[str, Any]:
 def _function(value: Any) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, type):
+        raise UserError(f"a reward must be a function or a judge, not the class {value.__name__}: pass an object of it")
     if not callable(value):
         raise UserError(f"a reward must be a function or a judge, not {value!r:.80}")
     return register_function(value)
@@ -132,6 +139,8 @@ def task_settings(
 
     `task`: name of the task that reads `data`; by default any rows with a question and an answer.
     """
+    if not isinstance(columns, Mapping | None):
+        raise UserError(f"columns must be a dict such as {{'question': 'problem'}}, not {columns!r:.80}")
     args: dict[str, Any] = {f"{name}_column": column for name, column in (columns or {}).items()}
     if unknown := set(columns or ()) - set(COLUMNS):
         raise UserError(f"columns maps {', '.join(COLUMNS)} to columns of the data, not '{min(unknown)}'")
@@ -145,6 +154,8 @@ def task_settings(
         return {"task": {"name": register_function(data), "args": args}}
     if isinstance(data, str | Path) and eval_data is None:
         return {"task": {"name": task or "jsonl", "path": str(data), "args": args}}
+    if isinstance(eval_data, int):
+        raise UserError(f"eval_data must be rows, a path, or a share of data such as 0.1, not {eval_data}")
     splits, share = _splits(data), eval_data if isinstance(eval_data, float) else None
     if eval_data is not None and share is None:
         if len(splits) > 1:
@@ -164,7 +175,10 @@ def held_out(rows: int, share: float | None) -> int:
         return max(least, min(most, int(rows * default)))
     if not 0 < share < LARGEST_SHARE:
         raise UserError(f"eval_data as a share of the data must be between 0 and {LARGEST_SHARE}, not {share}")
-    return max(1, round(rows * share))
+    held = max(1, round(rows * share))
+    if 2 * held >= rows:
+        raise UserError(TOO_FEW)
+    return held
 
 
 def _splits(data: Any) -> dict[str, list[Mapping[str, Any]]]:
@@ -202,6 +216,7 @@ def _write_rows(splits: Mapping[str, Sequence[Mapping[str, Any]]], runs_dir: Pat
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
     folder, whole = runs_dir / FOLDER, set(texts) == {"all"}
     path = folder / (f"rows-{digest}.jsonl" if whole else f"rows-{digest}")
+    remember_rows(path)
     make_folder(folder if whole else path)
     for split, text in texts.items():
         file = path if whole else path / f"{split}.jsonl"
@@ -220,6 +235,8 @@ def _line(row: Mapping[str, Any], index: int) -> str:
 
     try:
         return json.dumps(dict(row), default=convert) + "\n"
+    except UserError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"row {index} cannot be written as JSON ({error})") from None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from assay.api import html
 from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, settings_of
+from assay.api.errors import python_errors
 from assay.api.models import Generation, LoadedModel, source_of
 from assay.api.notebook import new_console
 from assay.build.measure import (
@@ -150,6 +151,7 @@ def evaluate(
     quiet: bool = False,
     **settings: Any,
 ) -> Evaluation: ...
+@python_errors()
 def evaluate(
     model: Any,
     *,
@@ -235,6 +237,7 @@ def _problems(data: Any, columns: Mapping[str, str] | None, runs_dir: str) -> tu
     return path, {f"task.args.{name}": value for name, value in section["args"].items() if name != "val_size"}
 
 
+@python_errors()
 def score(
     completions: Any,
     answers: Any = None,

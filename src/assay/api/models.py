@@ -278,8 +278,6 @@ def source_of(model: Any, tokenizer: Any, overrides: dict[str, Any]) -> str:
     if isinstance(model, LoadedModel):
         overrides.setdefault("runs_dir", model.settings.get("runs_dir", TrainConfig().runs_dir))
         return model.name
-    if tokenizer is not None and isinstance(model, str | Path):
-        raise UserError("tokenizer is for a transformers model: leave it out, or pass model={'tokenizer': 'FOLDER'}")
     return model_source(model, tokenizer, overrides.get("runs_dir", TrainConfig().runs_dir))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from assay.api import html
 from assay.api.notebook import Picture, new_console
@@ -18,7 +19,8 @@ from assay.types import Group, Rollout, UserError, plural
 
 if TYPE_CHECKING:
     from assay.api.evaluation import Evaluation
-    from assay.api.models import Generation, LoadedModel
+    from assay.api.inspection import Findings
+    from assay.api.models import Generation, LoadedModel, Question
 
 SHOWN_ROLLOUTS = 8  # in HTML
 
@@ -32,8 +34,8 @@ class SavedRun:
     """What `assay.train` returns. Files are read when they are asked for, so a run in progress can be watched."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files = RunFiles(path)
+        self.path = path.absolute()  # the program may change its folder
+        self._files = RunFiles(self.path)
 
     @property
     def name(self) -> str:
@@ -95,7 +97,23 @@ class SavedRun:
 
         return load(self.model(at), **settings)
 
-    def generate(self, prompts: Any, at: str | int = "last", **options: Any) -> Generation | list[Any]:
+    @overload
+    def generate(
+        self, prompts: Question, at: str | int = "last", *, samples: Literal[1] = 1, **options: Any
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self, prompts: Question, at: str | int = "last", *, samples: int, **options: Any
+    ) -> list[Generation]: ...
+    @overload
+    def generate(
+        self, prompts: Iterable[Question], at: str | int = "last", *, samples: Literal[1] = 1, **options: Any
+    ) -> list[Generation]: ...
+    @overload
+    def generate(
+        self, prompts: Iterable[Question], at: str | int = "last", *, samples: int, **options: Any
+    ) -> list[list[Generation]]: ...
+    def generate(self, prompts: Any, at: str | int = "last", **options: Any) -> Any:
         """Answers of a checkpoint; options as of `assay.generate`. Loads the model: for many calls, use `load`."""
         from assay.api.models import generate
 
@@ -135,7 +153,7 @@ class SavedRun:
         with new_console(quiet=True) as console:
             return export(Export(source, Path(dest), Path(), dtype, gguf, lora, push, private), console)
 
-    def doctor(self) -> Any:
+    def doctor(self) -> Findings:
         """What has kept the run from learning, or harmed it."""
         from assay.api.inspection import doctor
 
@@ -144,7 +162,7 @@ class SavedRun:
     def report(self, console: Console) -> None:
         """Print the results and where they are."""
         console.note(repr(self))
-        console.note(f"saved in {self.path} (summary.json, curves.png, metrics.jsonl, ...)")
+        console.note(f"saved in {os.path.relpath(self.path)} (summary.json, curves.png, metrics.jsonl, ...)")
 
     def _accuracies(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         summary = self.summary
@@ -158,7 +176,8 @@ class SavedRun:
         """State, length and gain in one line."""
         summary, parts = self.summary, [self.state]
         if summary:
-            parts.append(plural(summary["steps"], "step"))
+            steps = summary["sft"]["steps"] if summary.get("algorithm") == "sft" else summary["steps"]
+            parts.append(plural(steps, "step"))
         elif rows := self.metrics:
             total = self._files.document("status.json").get("total_steps", "?")
             parts.append(f"step {rows[-1]['step']} of {total}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -19,7 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from assay.api.arguments import SHORT, overrides_of, settings_of
-from assay.api.data import describe_rows, lora_settings, model_source, reward_settings, task_settings
+from assay.api.data import (
+    TOKENIZER,
+    TOO_FEW,
+    describe_rows,
+    lora_settings,
+    model_source,
+    reward_settings,
+    task_settings,
+)
+from assay.api.errors import python_errors
 from assay.api.notebook import new_console
 from assay.config import RewardConfig, TrainConfig
 from assay.envs.base import StepLimit
@@ -34,6 +44,7 @@ from assay.tasks.base import is_message
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 if TYPE_CHECKING:  # torch is imported when a run is built
+    from assay.training.callbacks import Hook
     from assay.training.run import TrainingRun
     from assay.training.sources import ReplayBuffer
 
@@ -323,6 +334,7 @@ def check_one_process() -> None:
         raise UserError("a custom loop runs in one process: start it without torchrun, or use assay.train")
 
 
+@python_errors()
 def open_training(
     config: str | Path | None = None,
     *,
@@ -334,7 +346,7 @@ def open_training(
     reward: Any = None,
     env: Any = None,
     peft_config: Any = None,
-    callbacks: Iterable[Any] = (),
+    callbacks: Iterable[Hook] = (),
     resume: str | Path | None = None,
     trust: bool = False,
     quiet: bool = False,
@@ -346,10 +358,14 @@ def open_training(
     """
     from assay.training.callbacks import as_callback
 
+    if not isinstance(callbacks, Iterable):
+        raise UserError(f"callbacks must be a list, not {callbacks!r:.80}")
     hooks = list(map(as_callback, callbacks))
     overrides = overrides_of(settings, TrainConfig, SHORT, OBJECTS)
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
     if isinstance(model, Mapping):
+        if tokenizer is not None:
+            raise UserError(TOKENIZER)
         overrides |= overrides_of({"model": model}, TrainConfig)
     elif model is not None:
         overrides["model.source"] = model_source(model, tokenizer, runs_dir)
@@ -361,6 +377,8 @@ def open_training(
     if data is not None:
         task = overrides.pop("task.name", None) or overrides.pop("task", None)
     rows = task_settings(data, eval_data, columns, runs_dir, task)
+    if rows.get("task", {}).get("args", {}).get("val_size") == 0:
+        raise UserError(TOO_FEW)
     overrides |= rows | (lora_settings(peft_config) if peft_config is not None else {})
     if reward is not None:
         if isinstance(reward, Mapping):
@@ -473,20 +491,32 @@ def objects_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from objects_in(value, f"{key}.{name}".lstrip("."))
 
 
+_consoles: list[Console] = []  # of the runs in progress: there may be several threads with one each
+_show_before: Callable[..., Any] = warnings.showwarning
+_lock = threading.Lock()
+
+
 @contextmanager
 def console_warnings(console: Console) -> Iterator[None]:
     """Show warnings as lines of the console."""
-    before: Callable[..., Any] = warnings.showwarning
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if "IProgress not found" not in str(message):  # of tqdm in notebooks, which is not used here
-            console.warn(str(message))
+            _consoles[-1].warn(str(message))
 
-    warnings.showwarning = show
+    global _show_before
+    with _lock:
+        if not _consoles:
+            _show_before = warnings.showwarning
+        _consoles.append(console)
+        warnings.showwarning = show
     try:
         yield
     finally:
-        warnings.showwarning = before
+        with _lock:
+            _consoles.remove(console)
+            if not _consoles:
+                warnings.showwarning = _show_before
 
 
 def resume_call(training: TrainingRun) -> str:

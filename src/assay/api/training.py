@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from assay.api.errors import python_errors
 from assay.api.notebook import in_notebook
 from assay.api.saved import SavedRun
 from assay.api.session import console_warnings, open_training, resume_call, show_findings
+
+if TYPE_CHECKING:  # torch is imported when a run is built
+    from assay.training.callbacks import Hook
 
 
 def train(
@@ -31,7 +35,7 @@ def train(
     seed: int | None = None,
     name: str | None = None,
     peft_config: Any = None,
-    callbacks: Iterable[Any] = (),
+    callbacks: Iterable[Hook] = (),
     resume: str | Path | None = None,
     trust: bool = False,
     quiet: bool = False,
@@ -60,7 +64,8 @@ def train(
         max_new_tokens: longest answer in tokens.
         seed: of data order and sampling.
         name: of the run.
-        peft_config: PEFT's `LoraConfig`, or a dict with the settings of the section `lora`.
+        peft_config: PEFT's `LoraConfig` (without `target_modules`: all linear layers), or a dict with the settings of
+            the section `lora`.
         callbacks: `assay.Callback` objects, or functions f(run, step, metrics) called after each step.
         resume: name of a run to continue from its last checkpoint. Objects such as reward functions are given again.
         trust: with `resume`, use code and files that the settings of another person's run name.
@@ -84,6 +89,7 @@ def sft(
     return _run(config, sft_only=True, **{"sft.steps": steps, "sft.lr": lr}, **arguments)
 
 
+@python_errors()
 def _run(config: str | Path | None, **arguments: Any) -> SavedRun:
     training, console, held = open_training(config, **arguments)
     from assay.build.execute import carried_out, check_updates

@@ -186,7 +186,7 @@ def checkpoint_of(model: Path) -> Path | None:
 def check_public_base(source: str) -> None:
     base = base_of(load_adapter(source)[0])
     if Path(base).expanduser().is_dir():
-        raise UserError(f"--push: the base of the adapter, {base}, is only on this machine: remove --lora keep")
+        raise UserError(f"cannot push: the base of the adapter, {base}, is only on this machine: merge the adapter")
 
 
 def base_of(files: Mapping[str, bytes]) -> str:
@@ -204,7 +204,7 @@ def load_adapter(source: str) -> tuple[dict[str, bytes], Tokenizer, Path]:
     checkpoint = Path(source).parent
     folder = checkpoint / ADAPTER
     if not folder.is_dir():
-        raise UserError(f"{checkpoint} has no adapter, because the run does not use LoRA: remove --lora keep")
+        raise UserError(f"{checkpoint} has no adapter, because the run does not use LoRA: it cannot be kept")
     if damage := checkpoints.problems(checkpoint, ADAPTER):
         raise UserError(f"{damage[0]}: choose another step")
     files = {name: (folder / name).read_bytes() for name in ADAPTER_FILES}

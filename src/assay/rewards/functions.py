@@ -131,7 +131,7 @@ def register_function(function: Any) -> str:
 def judge_at(path: str) -> Any:
     """The judge that a setting names: an object with the interface of `Judge`, or a function, which becomes one."""
     value = registered(path)
-    parameters = [] if value is None or inspect.isroutine(value) else list(inspect.signature(value).parameters.values())
+    parameters = [] if value is None or inspect.isroutine(value) else (_parameters(value) or [])
     is_judge = len(parameters) == 3 and parameters[2].name == "fields" and parameters[2].kind in _POSITIONAL
     return value if is_judge or hasattr(value, "judge_group") else FunctionJudge(path)
 
@@ -237,11 +237,15 @@ def _function(path: str) -> tuple[Callable[..., Any], Signature]:
     function = load_object(path)
     if not callable(function):
         raise UserError(f"'{path}' is not a function but a value of type {type(function).__name__}")
+    parameters = _parameters(function)
+    return function, Signature() if parameters is None else _signature(path, parameters)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
-        return function, Signature()
-    return function, _signature(path, parameters)
+        return None
 
 
 def _signature(path: str, parameters: Sequence[inspect.Parameter]) -> Signature:

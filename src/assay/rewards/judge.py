@@ -81,6 +81,12 @@ def judge_group_safely(judge: Judge, completions: Sequence[str], answer: str, fi
     return attempt(lambda: judge_group(judge, completions, answer, fields), failed, BaseException)
 
 
+def require_verdict(value: Any) -> Verdict:
+    if not isinstance(value, Verdict):
+        raise TypeError(f"a judge, which takes (completion, answer, fields), must return a Verdict, not {value!r:.80}")
+    return value
+
+
 def binary_verdict(status: Status, parsed: str | None, in_form: float, detail: str = "") -> Verdict:
     """Return a verdict with reward 1 or 0; `in_form` is 1 if there was an answer in the requested form."""
     reward = 1.0 if status is Status.OK else 0.0
@@ -189,7 +195,7 @@ class RewardMix(SeveralJudges):
         return then(by_judge, lambda by_judge: list(map(self._sum, completions, *by_judge)))
 
     def _sum(self, completion: str, first: Verdict, *others: Verdict) -> Verdict:
-        verdicts = [self.shape(first, completion), *others]
+        verdicts = [self.shape(first, completion), *map(require_verdict, others)]
         if not self.names:
             return verdicts[0]
         named = [item for item in zip(self.names, self.weights, verdicts, strict=True) if not _skipped(item[2])]
@@ -205,6 +211,7 @@ class RewardMix(SeveralJudges):
 
     def shape(self, verdict: Verdict, completion: str) -> Verdict:
         """Return the first judge's verdict with the mixed reward."""
+        require_verdict(verdict)
         if not self.shaped:
             return verdict
         parts = dict(verdict.parts)

@@ -323,7 +323,7 @@ class Jsonl(RowTask):
     def _answer(self, row: DataRow) -> str:
         """Return the gold answer as text. Only for a user's judge, it may be a list or an object, or missing."""
         if self.user_judge is None:
-            return row.text(*self.answer_columns)
+            return row.text(*self.answer_columns, advice=": if your reward needs no answer, write an empty one")
         named = self.answer_columns is not ANSWER_COLUMNS
         known = named or any(column_of(row.values, name) is not None for name in self.answer_columns)
         return str(row.column(*self.answer_columns)) if known else ""

@@ -31,17 +31,19 @@ class DataRow:
     where: str  # e.g. "train.jsonl:17"
     key: str  # stable within its source, e.g. "16"
 
-    def column(self, *names: str) -> Any:
+    def column(self, *names: str, advice: str = "") -> Any:
         """Return the first of these columns that the row has; "a.b" is the field b of the object in column a."""
         for name in names:
             value = column_of(self.values, name)
             if value is not None:
                 return value
-        raise UserError(f"{self.where} has no column {listed(names, ' or ')}; it has {listed(dotted(self.values))}")
+        raise UserError(
+            f"{self.where} has no column {listed(names, ' or ')}; it has {listed(dotted(self.values))}{advice}"
+        )
 
-    def text(self, *names: str) -> str:
+    def text(self, *names: str, advice: str = "") -> str:
         """Return a column as text; a list or an object is a UserError."""
-        value = self.column(*names)
+        value = self.column(*names, advice=advice)
         if not is_text_or_number(value):
             columns, kind = listed(names, " or "), value if isinstance(value, float) else type(value).__name__
             raise UserError(f"{self.where}: the column {columns} must be text or a number, not {kind}")

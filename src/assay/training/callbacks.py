@@ -37,6 +37,9 @@ class Callback:
         """When the run ends, with its summary; the summary is empty if the run was stopped or failed."""
 
 
+Hook = Callback | Callable[[RunHandle, int, Mapping[str, float]], object]
+
+
 def as_callback(value: Any) -> Callback:
     """A callback, or a function f(run, step, metrics) that is called after each step."""
     if isinstance(value, Callback):

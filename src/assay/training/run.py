@@ -127,8 +127,8 @@ class TrainingRun:
                 raise UserError(f"{problem}: fix it, and resume from {start} with {command}") from error
             command += f" --{key} {lr / 10:g}"
             raise UserError(
-                f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with --dtype float32, "
-                "and check the model, and custom rewards, advantages or losses"
+                f"{problem}: resume from {start} with a lower learning rate, e.g. {command}, or with "
+                "dtype = 'float32', and check the model, and custom rewards, advantages or losses"
             ) from error
 
     @contextmanager
