@@ -740,3 +740,49 @@ def test_on_a_phone_the_active_tab_is_visible_and_filters_are_folded(open_tab: C
         "[...document.querySelectorAll('input')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
     )
     assert clipped == 0
+
+
+def test_tokens_of_a_confident_model_are_colored_by_advantage_and_turns_have_rewards(tab: Tab) -> None:
+    shown = tab.page.evaluate("""async () => {
+        const { tokenView } = await import("/static/tokens.js");
+        const tokensOf = (logprob) => ({
+          text: ["ask", "a", "b", "see", "c"], ids: [1, 2, 3, 4, 5], mask: [0, 1, 1, 0, 1], sampled: [0, 1, 1, 0, 1],
+          engine_logprobs: [null, logprob, -0.01, null, -0.02], advantages: [null, 0.5, 0.5, null, 0.5],
+        });
+        const strength = (token) => parseFloat(token.style.getPropertyValue("--strength"));
+        const turns = ["context", "action", "context", "action"].map((role, index) => ({ role, reward: index }));
+        const views = [-0.05, -0.4].map((logprob) => tokenView(tokensOf(logprob), { turns }));
+        return views.map((view) => ({
+          coloring: view.dataset.coloring,
+          scale: view.querySelector(".token-scale").textContent,
+          titles: [...view.querySelectorAll(".segment-title")].map((title) => title.textContent),
+          strongest: Math.max(...[...view.querySelectorAll(".token")].map(strength)),
+        }));
+    }""")
+    assert [view["coloring"] for view in shown] == ["advantage", "engine"]
+    assert shown[1]["scale"].startswith("0\u22120.4 nats") and shown[1]["strongest"] == 90  # the scale of this answer
+    assert shown[0]["titles"] == [
+        *("Prompt \u00b7 1 token", "Turn 1, sampled \u00b7 2 tokens \u00b7 reward 1"),
+        *("Observation \u00b7 1 token", "Turn 2, sampled \u00b7 1 token \u00b7 reward 3"),
+    ]
+
+
+def test_differences_between_answers_are_found(tab: Tab) -> None:
+    found = tab.page.evaluate("""async () => {
+        const { firstDifference, newPieces, piecesOf } = await import("/static/diff.js");
+        const words = (text) => piecesOf({ text });
+        const marked = (text, before) => {
+          const isNew = newPieces(words(text), words(before));
+          return words(text).filter((_, at) => isNew[at]);
+        };
+        return [
+          words("6 + 3 = 9;\\n#### 9").join(""),
+          marked("2 + 8 = 10 ; #### 10", "2 + 8 = 0 ; #### 0"),
+          marked("same", "same"),
+          marked("a b c d", "a d"),
+          marked("a", "a b c"),
+          firstDifference(words("a b x"), words("a b c")),
+          firstDifference(words("a b"), words("a b c")),
+        ];
+    }""")
+    assert found == ["6 + 3 = 9;\n#### 9", [" 10", " 10"], [], [" b", " c"], [], 2, 2]

@@ -550,6 +550,7 @@ function intervalRow(one, x, y, width, share) {
 
 const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "stroke-linecap", "opacity", "font", "color"];
 const HEAD = 40; // pixels above the chart, for title and legend
+const EDGE = 10; // pixels around it
 const SCALE = 2; // pixels of the picture per pixel of the page
 
 // `about()`: the title and the series of the picture.
@@ -557,7 +558,7 @@ export function pngButton(find, about) {
   const save = async () => {
     const picture = await pictureOf(find(), ...about());
     const address = URL.createObjectURL(picture);
-    const name = about()[0].replace(/[^\w-]+/g, "-").toLowerCase();
+    const name = about()[0].replace(/[^\w-]+/g, "-").replace(/-$/, "").toLowerCase();
     element("a", { href: address, download: `${name}.png` }).click();
     setTimeout(() => URL.revokeObjectURL(address), 60_000);
   };
@@ -572,23 +573,24 @@ async function pictureOf(plot, title, series) {
   copyStyles(plot, copy);
   for (const [name, value] of Object.entries({ x: 0, y: HEAD, width, height: plot.clientHeight })) copy.setAttribute(name, value);
   const font = getComputedStyle(document.body).fontFamily;
-  const root = svg("svg", { width: SCALE * width, height: SCALE * height, viewBox: `0 0 ${width} ${height}` });
+  const [full, tall] = [width + 2 * EDGE, height + EDGE];
+  const root = svg("svg", { width: SCALE * full, height: SCALE * tall, viewBox: `${-EDGE} 0 ${full} ${tall}` });
   root.append(
-    svg("rect", { width, height, fill: panel }),
-    svg("text", { x: 12, y: 18, fill: text, style: { font: `600 13px ${font}` }, text: title }),
+    svg("rect", { x: -EDGE, width: full, height: tall, fill: panel }),
+    svg("text", { x: 0, y: 18, fill: text, style: { font: `600 13px ${font}` }, text: title }),
     ...legendMarks(series ?? [], text, font),
     copy,
   );
   const image = new Image();
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(root))}`;
   await image.decode();
-  const canvas = element("canvas", { width: SCALE * width, height: SCALE * height });
+  const canvas = element("canvas", { width: SCALE * full, height: SCALE * tall });
   canvas.getContext("2d").drawImage(image, 0, 0);
   return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
 }
 
 function legendMarks(series, text, font) {
-  let x = 12;
+  let x = 0;
   return series
     .filter((one) => one.label && series.length > 1)
     .flatMap((one) => {
