@@ -18,6 +18,7 @@ from stub_endpoint import StubEndpoint, stub_endpoint
 
 from assay.cli.main import main
 from assay.runs.rollouts import read_rollouts
+from assay.text import char_tokenizer
 from assay.training import run as train_run
 from assay.types import Finish
 
@@ -208,8 +209,9 @@ def test_the_chat_template_of_models_md_renders_prompts(folder: Path) -> None:
     settings = block("guides/models.md", "toml", "messages")
     (folder / "run.toml").write_text(SMALL + 'task = "abacus"\neval.final_examples = 5\n' + settings)
     assert main(["train", "run.toml", *ONE_STEP, "--eval.examples", "2"]) == 0
-    (line, *_) = (folder / "runs" / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
-    assert "<system> Think, then answer.\n<user> " in json.loads(line)["prompt"]
+    (group, _) = read_rollouts(folder / "runs" / "run", 1)
+    prompt = char_tokenizer().decode(group.rollouts[0].turns[0].context_ids)
+    assert prompt.startswith("System: Think, then answer.\nUser: ") and prompt.endswith("\nAssistant:")
 
 
 def test_the_settings_of_curriculum_md_filter_prompts_and_stop_early(

@@ -203,3 +203,9 @@ def test_a_checkpoint_plays_the_environment_of_its_run(
         monkeypatch.setattr(sys, "stdout", terminal := TerminalOutput())
         assert chat(*ask, "--samples", samples)[0] == 0
         assert "<< 17 + 3 =\x1b[2m 20 >>\x1b[0m #### 20" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("stdin", ["", "\n \n"])
+def test_a_chat_into_which_no_question_is_piped_is_an_error(models: tuple[str, str], chat: Chat, stdin: str) -> None:
+    code, out, err = chat(models[0], stdin=stdin)
+    assert code == 2 and not out and "no question: pipe in one per line, give --prompt TEXT" in err

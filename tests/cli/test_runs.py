@@ -62,13 +62,14 @@ def runs_dir(tmp_path: Path) -> Path:
 
 def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--dir", runs_dir) == 0
-    title, headings, first, second = capsys.readouterr().out.splitlines()
+    title, headings, first, second, resume = capsys.readouterr().out.splitlines()
     assert title == f"Runs in {runs_dir}"
     assert headings.split()[:3] == ["run", "state", "task"]
     for wanted in ("finished", "abacus", "grpo", "240/240", "33.0% [29.0, 37.0]", "67.0% [63.0, 71.0]", "1.2e-20"):
         assert wanted in first
     assert "3m10s" in first
     assert second.split()[:6] == ["fast", "stopped", "abacus", "preset:tiny", "grpo", "12/240"]
+    assert resume == f"fast was stopped; to resume it: assay train --resume {runs_dir / 'fast'}"
     call("--dir", runs_dir, "--json")
     facts = json.loads(capsys.readouterr().out)
     assert [(fact["run"], fact["state"], fact["steps"]) for fact in facts] == [

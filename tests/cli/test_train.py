@@ -14,9 +14,11 @@ import pytest
 from small_run import SmallRuns, gpt2_folder, preset_folder
 
 from assay.cli.main import main
+from assay.cli.train import explain_sampling
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
+from assay.runs.directory import RunFiles
 from assay.text import char_tokenizer
 from assay.training.sources import OnPolicySource
 
@@ -171,7 +173,8 @@ def test_a_single_file_is_trained_and_measured_on_different_rows(
     assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.epochs", 1) == 0
     output = capsys.readouterr().out
     assert "no overlap between 32 train and 4 test problems" in output
-    assert "no overlap between 32 train and 4 validation problems" in output and "warning" not in output
+    assert "no overlap between 32 train and 4 validation problems" in output
+    assert not [line for line in output.splitlines() if "warning" in line and "were cut off" not in line]
     folder = small.runs / "small"
     trained = {json.loads(line)["prompt_id"] for f in folder.glob("rollouts/*.jsonl") for line in f.open()}
     tested = {json.loads(line)["prompt_id"] for f in folder.glob("evals/*after-test*.jsonl") for line in f.open()}
@@ -373,3 +376,29 @@ def test_an_interrupted_run_prints_how_to_resume(
     assert "Traceback" not in result.err and Run(small.runs / "small").state == "stopped"
     assert main(["train", "--resume", str(small.runs / "small")]) == 0
     assert small.summary()["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sampled", "temperature", "explained"), [(0.4, 0.0, True), (0.88, 0.0, False), (0.4, 1.0, False)]
+)
+def test_a_greedy_evaluation_that_differs_from_sampled_answers_is_explained(
+    sampled: float, temperature: float, explained: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text(f"[eval]\ntemperature = {temperature}\n[sampling]\ntemperature = 0.7\n")
+    rows = [{"step": step, "reward/correct": sampled if step > 2 else 0.0} for step in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = explain_sampling({"after": {"accuracy": 0.9}}, RunFiles(tmp_path))
+    assert bool(text) == explained
+    if explained:
+        assert "sampled at temperature 0.7 in its last 10 steps, 40.0 % are correct" in text
+
+
+def test_the_first_evaluation_warns_if_all_answers_are_cut_off(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--train.steps", 1, "--sampling.max_new_tokens", 1) == 0
+    output = capsys.readouterr().out
+    assert "warning: evaluation before training: 100 % of the answers were cut off (at up to 1 tokens): raise" in output
+    assert output.index("were cut off") < output.index("step 1/1")
+    assert small("eval", "run:small@last", "--device", "cpu", "--eval.final_examples", 2) == 0
+    assert "run:small@last: 100 % of the answers were cut off" in capsys.readouterr().out

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +111,20 @@ def test_pool_cannot_be_used_in_a_forked_process() -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     pool.close()
+
+
+SLOW_MODULE = "import time\ntime.sleep(1.3)\n"
+
+
+def imports(folder: str, name: str) -> str:
+    sys.path.append(folder)
+    return str(__import__(name).__name__)
+
+
+def test_first_imports_do_not_count_against_the_time_limit(tmp_path: Path) -> None:
+    for name in ("slow_one", "slow_two"):
+        (tmp_path / f"{name}.py").write_text(SLOW_MODULE)
+    pool = pool_of(imports, timeout_s=1.0)
+    results = pool.map([(str(tmp_path), name) for name in ("slow_one", "slow_two", "slow_one")])
+    pool.close()
+    assert results == ["slow_one", "slow_two", "slow_one"]

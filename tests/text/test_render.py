@@ -181,6 +181,7 @@ def test_model_without_a_chat_template_is_reported() -> None:
         ({"template": "{0}"}, "plain name"),
         ({"template": "{}"}, "plain name"),
         ({"template": "no placeholder"}, r"\{question\}"),
+        ({"template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, r"set prompt.style = .chat."),
     ],
 )
 def test_invalid_renderer_settings_are_reported(settings: dict[str, str], message: str) -> None:

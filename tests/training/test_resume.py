@@ -330,3 +330,24 @@ def test_a_name_given_on_resume_is_refused_unless_it_is_the_runs(
     shown = capsys.readouterr().out
     assert "finished (2 steps)" in shown and f"--resume {finished.runs / 'named'} --train.steps 4" in shown
     assert shown.count("\n") == 1 and finished.files() == before
+
+
+def test_a_run_without_checkpoints_says_that_it_starts_anew(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--train.steps", 1) == 0
+    shutil.rmtree(small.runs / "small" / "checkpoints")
+    small.lose_summary()
+    assert small.resume("small") == 0
+    assert "run small has no checkpoint yet: it starts anew, from step 0" in capsys.readouterr().out
+
+
+def test_a_run_without_its_settings_names_the_copy_in_the_checkpoint(
+    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.train("--train.steps", 1) == 0
+    config = small.runs / "small" / "config.toml"
+    config.unlink()
+    assert small.resume("small") == 2
+    error = capsys.readouterr().err
+    assert f"has no config.toml: copy {small.checkpoint(1)}/config.toml to {config}" in error

@@ -124,7 +124,7 @@ class AdvantageCredit(CreditRule):
         if by_token and (settings.step_credit or settings.discount != 1):
             raise UserError(
                 'algo.reward_kl_per = "token" cannot be combined with algo.step_credit or algo.discount: remove them, '
-                'or use reward_kl_per = "sequence".'
+                'or use algo.reward_kl_per = "sequence".'
             )
         if settings.advantage != "beta_norm":
             return

@@ -113,7 +113,7 @@ class PromptConfig(Section):
     """JSONL file of examples with question and solution columns; empty: examples come from the train split"""
 
 
-Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 
 
 class RewardConfig(Section):

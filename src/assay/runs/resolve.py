@@ -88,12 +88,12 @@ def find_run(name: str, runs_dir: Path) -> Path:
     for path in (runs_dir / name, Path(name)):
         if name and is_run(path):
             return path
+        if problem := access_problem(path) or access_problem(runs_dir):
+            raise UserError(problem)
         if name and (copy := saved_copy(path)):
             raise UserError(
                 f"{path} has no {SETTINGS}: copy {copy} to {path / SETTINGS}, the settings of its last checkpoint"
             )
-        if problem := access_problem(path) or access_problem(runs_dir):
-            raise UserError(problem)
     names = [run.name for run in list_runs(runs_dir)]
     if not names:
         raise UserError(f"unknown run '{name}': {runs_dir} has no runs yet; `assay train` creates one")
