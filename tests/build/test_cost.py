@@ -10,7 +10,9 @@ import pytest
 
 from assay.build.cost import Answers, EvaluationWork, Line, Speeds, Work, fewer_prompts, predict
 
-SPEEDS = Speeds(position=Line(0.01, 0.001), prompt_token=0.0001, judge=0.002, update=Line(0.5, 0.0002), sync=0.1)
+SPEEDS = Speeds(
+    position=Line(0.01, 0.001), prompt_token=0.0001, judge=Line(0.03, 0.002), update=Line(0.5, 0.0002), sync=0.1
+)
 FIXED = Answers(mean=50, longest=50, count=100, limit=50)  # all answers are equally long
 WORK = Work(steps=10, prompts=4, samples=8, prompt_tokens=100, answers=FIXED, max_batch=1024)
 
@@ -19,7 +21,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     cost = predict(WORK, SPEEDS)
     decoding = 50 * (0.01 + 32 * 0.001)  # 50 positions of 32 sequences
     assert cost.sampling == pytest.approx(4 * 100 * 0.0001 + decoding)
-    assert cost.judging == pytest.approx(32 * 0.002)
+    assert cost.judging == pytest.approx(0.03 + 32 * 0.002)
     assert cost.update == pytest.approx(0.5 + 0.0002 * 4 * (100 + 8 * 50))  # each prompt is computed once
     assert cost.step == pytest.approx(cost.sampling + cost.judging + cost.update + cost.rest) and cost.rest > 0.1
     assert cost.tokens == 10 * 32 * 50
@@ -56,7 +58,7 @@ def test_the_total_contains_warm_start_evaluations_and_checkpoints() -> None:
         kept=1,
     )
     bare, cost = predict(WORK, SPEEDS), predict(more, replace(SPEEDS, start=3.0))
-    evaluation = 20 * 100 * 0.0001 + 50 * 0.01 + 40 * 50 * 0.001 + 40 * 0.002
+    evaluation = 20 * 100 * 0.0001 + 50 * 0.01 + 40 * 50 * 0.001 + 0.03 + 40 * 0.002
     assert cost.evaluations == pytest.approx(3 * evaluation)
     assert cost.warm_start == pytest.approx(7 * (0.5 + 1000 * 0.0002))
     assert cost.total - bare.total == pytest.approx(cost.evaluations + cost.warm_start + 20 + 3)

@@ -55,7 +55,7 @@ class Speeds:
 
     position: Line  # to decode one position of all running sequences, by their number
     prompt_token: float
-    judge: float  # per answer: judge, or the steps of the environment
+    judge: Line  # by number of answers
     update: Line  # by number of tokens
     sync: float
     start: float = 0.0  # imports and loading
@@ -143,7 +143,7 @@ class Prediction:
 def predict(work: Work, speeds: Speeds) -> Prediction:
     answers_per_step = work.prompts * work.samples
     sampling = sampling_seconds(speeds, work, work.prompts, work.samples, work.answers)
-    judging = speeds.judge * answers_per_step / work.processes
+    judging = speeds.judge.at(answers_per_step / work.processes)
     tokens = work.prompt_tokens + work.samples * work.answers.mean * (1 + work.observed)
     tokens *= work.learning_share * work.prompts
     update = speeds.update.at(tokens / work.processes) * work.passes
@@ -154,7 +154,7 @@ def predict(work: Work, speeds: Speeds) -> Prediction:
         part.times
         * (
             sampling_seconds(speeds, work, part.problems, part.samples, part.answers)
-            + speeds.judge * part.problems * part.samples / work.processes
+            + speeds.judge.at(part.problems * part.samples / work.processes)
         )
         for part in work.evaluations
     )

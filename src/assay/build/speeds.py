@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from math import ceil
 from statistics import fmean, median
+from typing import TypeVar
 
 from assay.build.cost import STATE_BYTES, Answers, EvaluationWork, Line, Speeds, Work
 from assay.engine import Request, generate
@@ -17,6 +18,7 @@ from assay.training.learner.learner import solution_rows
 from assay.training.run import TrainingRun
 from assay.types import Finish, Group, Prompt, Status, Verdict
 
+T = TypeVar("T")
 FEW_ROWS, MOST_ROWS = 4, 1024  # sequences that are decoded in a measurement
 FEW_POSITIONS, MOST_POSITIONS = 8, 64
 DECODE_S, SAMPLE_S, UPDATE_S = 4.0, 15.0, 6.0  # longest measurements of decoding, of a sample of answers, of updates
@@ -39,7 +41,9 @@ def measure(run: TrainingRun, prompts: Sequence[Prompt], start_s: float) -> tupl
     before = run.collector.seconds.get("judge", 0.0)
     groups = run.collector.collect(prompts[:SAMPLED_PROMPTS], replace(params, max_new_tokens=tokens), (run.cfg.seed, 0))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    judge = (run.collector.seconds.get("judge", 0.0) - before) / len(rollouts)
+    judge = Line(0.0, (run.collector.seconds.get("judge", 0.0) - before) / len(rollouts))
+    if run.collector.env is None:
+        judge = measured_line(groups, lambda group: len(group.rollouts), run.collector.judge_groups)
     lengths = sorted(
         (rollout.trained, tokens < limit and rollout.turns[-1].completion.finish is Finish.LENGTH)
         for rollout in rollouts
@@ -97,8 +101,15 @@ def measure_decoding(run: TrainingRun, prompts: Sequence[Prompt]) -> Line:
 
 
 def measure_prefill(run: TrainingRun, prompts: Sequence[Prompt]) -> float:
+    """Seconds per token of prompts that are computed together."""
     contexts = run.collector.renderer.all_prompt_ids(prompts[:SAMPLED_PROMPTS])
-    return generation_seconds(run, contexts, 1, 1) / sum(map(len, contexts))
+    return measured_line(contexts, len, lambda part: generation_seconds(run, part, 1, 1)).slope
+
+
+def measured_line(items: Sequence[T], size: Callable[[T], float], work: Callable[[Sequence[T]], object]) -> Line:
+    """Seconds of `work` by the total size of its items, from the first one alone and all together."""
+    few_s, many_s = repeated(lambda: work(items[:1])), repeated(lambda: work(items))
+    return Line.through((size(items[0]), few_s), (sum(map(size, items)), many_s))
 
 
 def measure_update(run: TrainingRun, groups: Sequence[Group]) -> Line:
