@@ -253,7 +253,8 @@ def test_a_dry_run_warns_if_there_is_no_gradient(small: SmallRuns, capsys: pytes
 def test_a_dry_run_steps_an_environment(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--env", "code.py:Fine", "--task", "", "--task.args", "{}", "--model.tokenizer", "characters")
     assert small.train("--dry-run", *words) == 0, capsys.readouterr().err
-    assert "advantage and loss work" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "advantage and loss work" in output and "task code.py:Fine: an endless train split; 2 steps" in output
 
 
 SETTINGS: dict[str, list[object]] = {
