@@ -269,7 +269,8 @@ def test_documented_dry_run_matches_the_program(
     monkeypatch.chdir(ROOT)
     assert main(["train", "examples/my_task.toml", "--dry-run", "--threads", "1"]) == 0
     captured = capsys.readouterr()
-    _, _, rest = (ROOT / "docs" / "start" / "quickstart.md").read_text().partition("it prints:\n\n```text\n")
+    page = (ROOT / "docs" / "start" / "quickstart.md").read_text()
+    _, _, rest = page.partition("other programs used as well:\n\n```text\n")
     documented = {without_numbers(line) for line in rest.partition("```")[0].splitlines()}
     printed = [line for line in (captured.out + captured.err).splitlines() if "eta" not in line]
     (total,) = [line for line in documented if ": about " in line]

@@ -437,7 +437,7 @@ def test_loss_term_with_coefficient_zero_is_logged_without_gradient() -> None:
     ("terms", "args", "message"),
     [
         (["Drift"], {"Drift": {"coef": -1.0}}, "'algo.term_args.Drift.coef': Input should be greater than or equal"),
-        (["Drift"], {"Drift": {"coeff": 1.0}}, "'algo.term_args.Drift.coeff': Extra inputs are not permitted"),
+        (["Drift"], {"Drift": {"coeff": 1.0}}, "key 'coeff' in algo.term_args.Drift: did you mean 'coef'?"),
         ([], {"Drift": {"coef": 1.0}}, "algo.term_args.Drift: there is no such class in algo.terms"),
         (["NotATerm"], {}, "here:NotATerm is not a subclass of assay.algos.LossTerm"),
         (["Drift", "Drift"], {}, "distinct names: 'drift'"),

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_run import SmallRuns, mostly_slow
 
 from assay.build import dry_run
-from assay.build.dry_run import diagnose_config, try_update
+from assay.build.cost import Answers, Line, Speeds, Work
+from assay.build.dry_run import describe_cost, diagnose_config, try_update
 from assay.build.problems import check_demonstrations, unknown_prompt_words
 from assay.build.run import assemble
 from assay.checks import Diagnosis
@@ -253,7 +255,8 @@ def test_a_dry_run_warns_if_there_is_no_gradient(small: SmallRuns, capsys: pytes
 def test_a_dry_run_steps_an_environment(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--env", "code.py:Fine", "--task", "", "--task.args", "{}", "--model.tokenizer", "characters")
     assert small.train("--dry-run", *words) == 0, capsys.readouterr().err
-    assert "advantage and loss work" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "advantage and loss work" in output and "task code.py:Fine: an endless train split; 2 steps" in output
 
 
 SETTINGS: dict[str, list[object]] = {
@@ -283,3 +286,10 @@ def test_the_trial_update_changes_no_weight(small: SmallRuns) -> None:
         line = try_update(cfg, run.collector, run.learner, run.source.prompts.next(2))
     assert "gradient norm" in line
     assert fingerprint(run.learner.policy.named_parameters()) == before
+
+
+def test_the_time_of_the_start_is_part_of_the_prediction() -> None:
+    line = Line(0.0, 0.0)
+    work = Work(steps=10, prompts=4, samples=8, prompt_tokens=100, answers=Answers.of([5], 0, 8), max_batch=64)
+    lines = [*describe_cost(work, Speeds(line, 0.0, line, line, 0.0, 20.0), "abacus", torch.device("cpu"))]
+    assert "(start 20s)" in lines[1]

@@ -199,7 +199,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys
     assert small.train("--dry-run", "--algo.kl_coef", 0.1) == 0
     output = capsys.readouterr().out
     assert "all checks passed" in output and "24 train problems; 2 steps" in output
-    assert re.search(r"estimated total +\d+\.\d\d GiB on cpu", output)
+    assert re.search(r"estimated total +\d+\.\d\d MiB on cpu", output)
     for part in ("weights, gradients, AdamW", "engine's copy", "reference", "KV cache", "activations", "logits"):
         assert part in output
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before and not small.runs.exists()

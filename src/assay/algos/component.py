@@ -447,7 +447,11 @@ def own_terms(paths: Sequence[str], args: Mapping[str, Mapping[str, Any]], load:
             terms.append(cls(cls.section.model_validate(args.get(cls.__name__, {})), load))
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(["algo.term_args", cls.__name__, *map(str, first["loc"])])
+            table = f"algo.term_args.{cls.__name__}"
+            if first["type"] == "extra_forbidden":
+                known = cls.section.model_fields
+                raise unknown_name("key", str(first["loc"][-1]), known, where=f"in {table}") from None
+            key = ".".join([table, *map(str, first["loc"])])
             raise UserError(f"bad value for '{key}': {first['msg']}, not {first['input']!r:.200}") from None
     if unknown := set(args) - {type(term).__name__ for term in terms}:
         raise UserError(f"algo.term_args.{min(unknown)}: there is no such class in algo.terms")

@@ -135,6 +135,7 @@ class Prediction:
     warm_start: float  # seconds of the run, as the next three
     evaluations: float
     saving: float
+    start: float
     total: float
     tokens: float  # sampled
     disk: float  # bytes
@@ -163,7 +164,7 @@ def predict(work: Work, speeds: Speeds) -> Prediction:
     sampled = work.steps * answers_per_step * work.answers.mean
     disk = work.kept * work.checkpoint_bytes
     disk += work.rollout_steps * answers_per_step * work.answers.mean * ROLLOUT_TOKEN_BYTES
-    return Prediction(sampling, judging, update, rest, step, warm, measured, saving, total, sampled, disk)
+    return Prediction(sampling, judging, update, rest, step, warm, measured, saving, speeds.start, total, sampled, disk)
 
 
 def sampling_seconds(speeds: Speeds, work: Work, prompts: int, samples: int, answers: Answers) -> float:

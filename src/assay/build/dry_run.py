@@ -47,13 +47,14 @@ from assay.runs.console import Console, count, duration
 from assay.runs.directory import check_writable
 from assay.system.awaiting import resolve
 from assay.tasks import Task
+from assay.tasks.base import UNLIMITED
 from assay.tasks.registry import build_judge_pool
 from assay.training.learner.learner import Learner, load_reference, solution_rows
 from assay.training.parallel import start_mesh
 from assay.types import Prompt, Status, UserError, describe_user_error, plural
 
 T = TypeVar("T")
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized by `diagnose_config`
 PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
 MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
@@ -145,7 +146,9 @@ def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
         lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
         longest, limit = max(lengths), collector.engine.info.max_length
         task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
-        yield f"task {task}: {plural(len(stream.prompts), 'train problem')}; {plural(run.schedule.total_steps, 'step')}"
+        problems = len(stream.prompts)
+        listed = plural(problems, "train problem") if problems < UNLIMITED else "an endless train split"
+        yield f"task {task}: {listed}; {plural(run.schedule.total_steps, 'step')}"
         new = cfg.sampling.max_new_tokens
         yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
         if longest + new > limit:
@@ -178,7 +181,8 @@ def describe_cost(work: Work, speeds: Speeds, task: str, device: torch.device) -
     parts = {"sampling": cost.sampling, "judging": cost.judging, "update": cost.update, "rest": cost.rest}
     listed = ", ".join(f"{name} {rounded(part)}" for name, part in parts.items())
     yield f"a step: {rounded(cost.step)} s ({listed}), with answers of {answers.mean:.0f} tokens on average"
-    parts = {"warm start": cost.warm_start, "evaluations": cost.evaluations, "checkpoints": cost.saving}
+    parts = {"start": cost.start, "warm start": cost.warm_start}
+    parts |= {"evaluations": cost.evaluations, "checkpoints": cost.saving}
     listed = ", ".join(f"{name} {duration(part)}" for name, part in parts.items() if part > 0.05 * cost.total)
     where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device) if device.type == "cuda" else "device"
     text = f"{plural(work.steps, 'step')} of {task} on this {where}: about {duration(cost.total)}"
@@ -208,10 +212,12 @@ def shorter(work: Work, speeds: Speeds, cost: Prediction, device: torch.device) 
 
 def memory_report(sizes: Mapping[str, float], mesh: Mesh, token_budget: int) -> Iterator[str]:
     """`sizes`: bytes by purpose."""
-    for name, size in sizes.items():
-        yield f"{name:<28}{size / GIB:8.2f} GiB"
     needed, free = sum(sizes.values()), free_memory(mesh.device)
-    yield f"{'estimated total':<28}{needed / GIB:8.2f} GiB on {mesh.device}, train.token_budget = {token_budget}"
+    unit, size_of_unit = ("GiB", GIB) if needed >= GIB else ("MiB", MIB)
+    for name, size in sizes.items():
+        yield f"{name:<28}{size / size_of_unit:8.2f} {unit}"
+    total = f"{needed / size_of_unit:8.2f} {unit} on {mesh.device}"
+    yield f"{'estimated total':<28}{total}, train.token_budget = {token_budget}"
     if free is not None and needed > free:
         yield (
             f"warning: only {free / GIB:.2f} GiB are free; lower train.token_budget or engine.max_batch (a micro-batch "
