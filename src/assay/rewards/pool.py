@@ -46,7 +46,7 @@ _REFUSED = re.compile(r"PermissionError|Errno 1[,\]]|Errno 13\b|Permission denie
 
 
 class Judging(Closeable):
-    """What judges the answers of a run."""
+    """What judges the answers of a run. A `with` block closes it."""
 
     @abstractmethod
     def fields(self, prompt: Prompt) -> Mapping[str, Any]:
