@@ -5,15 +5,29 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, Self, TypedDict, TypeVar
 
 T = TypeVar("T")
 DISTRIBUTION = "assay-rl"  # name of the package in the package index
+
+
+class Closeable(ABC):
+    """Has resources; a `with` block closes it at its end."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)

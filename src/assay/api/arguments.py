@@ -48,7 +48,8 @@ def overrides_of(
     `known`: names of the function's other arguments, for suggestions.
     """
     fields, dotted = dict(keys(kind)), dict[str, Any]()
-    if twice := [(name, full) for name, full in short.items() if {name, full} <= {*_given(settings)}]:
+    given = {name for name, value in settings.items() if value is not None}
+    if twice := [(name, full) for name, full in short.items() if {name, full} <= given]:
         raise UserError("'{}' and '{}' are the same setting: give one of them".format(*twice[0]))
     for key, value in sorted(_flat(settings, "", kind), key=lambda item: item[0] in settings):
         full = short.get(key, key)
@@ -70,10 +71,6 @@ def settings_of(kind: type[Settings], config: str | Path | None, overrides: Mapp
             "assay.train(**settings)"
         )
     return load_settings(kind, config, overrides, PYTHON)
-
-
-def _given(settings: Mapping[str, Any]) -> Iterable[str]:
-    return (name for name, value in settings.items() if value is not None)
 
 
 def _is_better(name: str, fields: Iterable[str]) -> bool:

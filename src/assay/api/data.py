@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from assay.api.errors import remember_rows
+from assay.config.sections import LoraConfig
 from assay.rewards.functions import register_function
 from assay.runs.files import atomic_write, make_folder, rename, sync_tree
 from assay.tasks import Task
-from assay.tasks.sources import SPLIT_STEMS, prepared_row
+from assay.tasks.sources import SPLIT_STEMS, prepared_row, read_rows
 from assay.types import Prompt, UserError, plural
 
 TOKENIZER = "tokenizer is for a transformers model: leave it out, or pass model={'source': ..., 'tokenizer': 'FOLDER'}"
@@ -80,8 +81,6 @@ def _content_addressed(unfinished: Path, name: str) -> Path:
 
 def lora_settings(peft_config: Any) -> dict[str, Any]:
     """The settings of adapters, from PEFT's LoraConfig or our own."""
-    from assay.config.sections import LoraConfig
-
     if isinstance(peft_config, LoraConfig):
         return {f"lora.{name}": value for name, value in peft_config.model_dump().items()}
     if isinstance(peft_config, Mapping):
@@ -194,8 +193,6 @@ def _splits(data: Any) -> dict[str, list[Mapping[str, Any]]]:
 def _rows(data: Any, name: str) -> list[Mapping[str, Any]]:
     """Rows as dicts: of a list or another iterable, of a `datasets.Dataset`, or of a data frame."""
     if isinstance(data, str | Path):
-        from assay.tasks.sources import read_rows
-
         return [row.values for row in read_rows(data)]
     if hasattr(data, "to_dict") and hasattr(data, "columns") and not hasattr(data, "features"):
         data = data.to_dict("records") if hasattr(data, "iloc") else data.to_dicts()  # pandas, polars
@@ -231,7 +228,9 @@ def _line(row: Mapping[str, Any], index: int) -> str:
         if hasattr(value, "tolist"):  # of numpy or torch
             return value.tolist()
         kind = type(value).__name__
-        raise UserError(f"row {index} has a value of type {kind}, which JSON has not: convert it to text or numbers")
+        raise UserError(
+            f"row {index} has a value of type {kind}, which JSON does not support: convert it to text or numbers"
+        )
 
     try:
         return json.dumps(dict(row), default=convert) + "\n"

@@ -1,5 +1,5 @@
-"""Errors in words of the Python interface: objects and rows of the program instead of the paths that stand for them,
-and arguments instead of commands and their options.
+"""Error messages for the Python interface: they name objects and rows instead of the paths that stand for them, and
+arguments instead of commands and options.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _named(found: re.Match[str]) -> str:
 
 @contextmanager
 def python_errors() -> Iterator[None]:
-    """Errors within speak of Python objects; also as decorator of a function."""
+    """Rewrite the errors of a block or of a decorated function (see the module)."""
     try:
         yield
     except UserError as error:

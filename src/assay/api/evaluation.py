@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from assay.api import html
 from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, settings_of
+from assay.api.data import reward_settings, task_settings
 from assay.api.errors import python_errors
 from assay.api.models import Generation, LoadedModel, source_of
-from assay.api.notebook import new_console
+from assay.api.notebook import Entries, new_console
 from assay.build.measure import (
     Measured,
     answer_rows,
@@ -20,14 +21,19 @@ from assay.build.measure import (
     measure_settings,
     result_table,
 )
+from assay.build.scoring import ScoreConfig, as_item, from_rollout
 from assay.config import MeasureConfig, TrainConfig
 from assay.config.settings import PYTHON
+from assay.rewards import check_verdicts
+from assay.rewards.functions import register_function
 from assay.runs.console import aligned, percent
+from assay.tasks import make_task
+from assay.tasks.registry import TASK_JUDGE, build_judge_pool, reward_functions
+from assay.tasks.sources import DataRow, read_rows
 from assay.types import Status, UserError, Verdict, plural
 
 if TYPE_CHECKING:
     from assay.evals.report import Report
-    from assay.tasks.sources import DataRow
     from assay.types import Group
 
 SHORT = {**SHORT_FOR_EVAL, "examples": "eval.final_examples"}
@@ -35,7 +41,7 @@ SHORT_FOR_SCORE = {
     name: f"reward.{name}" for name in ("extract", "strict", "correct", "wrong", "unparsable", "timeout_s", "workers")
 }
 SCORED = ("task.", "reward.", "judge.")  # settings of a config that `score` uses
-NO_REWARD = {"reward.function": "", "reward.functions": [], "reward.weights": []}  # before those of the arguments
+NO_REWARD = {"reward.function": "", "reward.functions": [], "reward.weights": []}  # replaces the rewards of the config
 
 
 class Evaluation:
@@ -99,21 +105,8 @@ class Evaluation:
         return html.table(columns, rows, title)
 
 
-class Evaluations(Sequence[Evaluation]):
+class Evaluations(Entries[Evaluation]):
     """Several models on the same problems; each is compared with the first one (`Evaluation.paired`)."""
-
-    def __init__(self, evaluations: Iterable[Evaluation]) -> None:
-        self._evaluations = tuple(evaluations)
-
-    @overload
-    def __getitem__(self, index: int) -> Evaluation: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Evaluation]: ...
-    def __getitem__(self, index: int | slice) -> Evaluation | Sequence[Evaluation]:
-        return self._evaluations[index]
-
-    def __len__(self) -> int:
-        return len(self._evaluations)
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [evaluation.to_dict() for evaluation in self]
@@ -193,8 +186,6 @@ def evaluate(
     Returns:
         An `Evaluation`; for a list of models `Evaluations`.
     """
-    from assay.api.data import reward_settings
-
     known = ("data", "reward", "env", "config", "columns", "split", "tokenizer", "trust", "quiet")
     given: dict[str, Any] = {"samples": samples, "temperature": temperature}
     given |= {"max_new_tokens": max_new_tokens, "seed": seed}
@@ -224,8 +215,6 @@ def evaluate(
 
 def _problems(data: Any, columns: Mapping[str, str] | None, runs_dir: str) -> tuple[str, dict[str, Any]]:
     """The path of the problems, if they are in files, and further settings."""
-    from assay.api.data import task_settings
-
     settings = task_settings(data, None, columns, runs_dir)
     section = settings.get("task", {})
     path = section.get("path", "")
@@ -263,13 +252,6 @@ def score(
         settings: More settings of the section `reward`, such as `strict=False` (accept other answer formats),
             `extract="boxed"`, `timeout_s=1.0`, `workers=0`.
     """
-    from assay.api.data import reward_settings
-    from assay.build.scoring import ScoreConfig, as_item, from_rollout
-    from assay.rewards import check_verdicts
-    from assay.rewards.functions import register_function
-    from assay.tasks import make_task
-    from assay.tasks.registry import TASK_JUDGE, build_judge_pool, reward_functions
-
     known = ("answers", "task", "reward", "data", "fields", "config")
     named = task if task is None or isinstance(task, str | Mapping) else {"name": register_function(task)}
     overrides = overrides_of({**settings, "task": named}, ScoreConfig, SHORT_FOR_SCORE, known)
@@ -290,8 +272,6 @@ def score(
 
 
 def _rows_to_judge(completions: Any, answers: Any, data: Any, fields: Any) -> list[DataRow]:
-    from assay.tasks.sources import DataRow, read_rows
-
     if isinstance(completions, Path):
         return read_rows(completions)
     single = isinstance(completions, str | Generation | Mapping)

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from assay.api import html
 from assay.api.arguments import overrides_of, settings_of
+from assay.api.notebook import Entries
 from assay.checks import Diagnosis
 from assay.checks.diagnosis import diagnose_files
 from assay.config import TrainConfig
@@ -28,27 +29,17 @@ LABELS = {"error": "ERROR", "warning": "WARNING", "note": "NOTE"}
 WIDTH = 100  # characters of a line of `repr`
 
 
-class Findings(Sequence[Diagnosis]):
+class Findings(Entries[Diagnosis]):
     """What keeps a run from learning or harms it, the most important first. Each has `evidence` and `remedy`."""
 
     def __init__(self, what: str, causes: Sequence[Diagnosis], error: str = "", problems: Sequence[str] = ()) -> None:
+        super().__init__(causes)
         self.what = what
         """the run or config that was examined"""
         self.error = error
         """with which the run has ended"""
         self.unreadable = problems
         """files that cannot be read"""
-        self._causes = causes
-
-    @overload
-    def __getitem__(self, index: int) -> Diagnosis: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Diagnosis]: ...
-    def __getitem__(self, index: int | slice) -> Diagnosis | Sequence[Diagnosis]:
-        return self._causes[index]
-
-    def __len__(self) -> int:
-        return len(self._causes)
 
     @property
     def title(self) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
-import gc
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from assay.api import html
 from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, settings_of
+from assay.api.data import model_source
+from assay.api.session import as_prompt
+from assay.build.measure import inherited_settings
 from assay.config import MeasureConfig, TrainConfig
 from assay.config.settings import PYTHON
 from assay.runs.console import Console
-from assay.types import Completion, Finish, Prompt, UserError, excerpt, plural
+from assay.text.stream import text_before_stop
+from assay.types import Closeable, Completion, Finish, Prompt, UserError, excerpt, plural
 
 if TYPE_CHECKING:  # torch is imported when a model is loaded
     from assay.engine import BaseEngine
@@ -67,7 +70,7 @@ class Generation:
         return html.pre(self.text)
 
 
-class LoadedModel:
+class LoadedModel(Closeable):
     """A model that answers; made by `assay.load`. In a `with` block, its memory is released at the end."""
 
     def __init__(self, name: str, renderer: Renderer, engine: BaseEngine, values: Mapping[str, Any]) -> None:
@@ -154,8 +157,6 @@ class LoadedModel:
         return shaped[0] if single else shaped
 
     def _generation(self, question: Question, completion: Completion, stops: Sequence[str]) -> Generation:
-        from assay.text.stream import text_before_stop
-
         renderer, _ = self._opened()
         text = renderer.decode(completion.appended)
         stopped = completion.finish is Finish.STOP
@@ -210,25 +211,17 @@ class LoadedModel:
         """Release the memory of the model. It cannot be used afterwards."""
         if self._parts is None:
             return
-        import torch
+        from assay.models.device import release_memory
 
         (_, engine), self._parts = self._parts, None
         engine.close()
         del engine
-        gc.collect()  # parts of an engine refer to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
 
     def _opened(self) -> tuple[Renderer, BaseEngine]:
         if self._parts is None:
             raise UserError(f"{self.name} was closed: load it again with assay.load")
         return self._parts
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._parts is None:
@@ -254,8 +247,6 @@ def load(
         settings: Defaults of `LoadedModel.generate`, such as `temperature`, and settings, such as
             `device="cuda:1"`, `model={"max_length": 4096}` or `prompt={"system": "Answer briefly."}`.
     """
-    from assay.build.measure import inherited_settings
-
     overrides = overrides_of(settings, MeasureConfig, SHORT, ("tokenizer", "config", "trust"))
     source = source_of(model, tokenizer, overrides)
 
@@ -273,8 +264,6 @@ def source_of(model: Any, tokenizer: Any, overrides: dict[str, Any]) -> str:
 
     A `LoadedModel` also determines that folder, unless `overrides` do.
     """
-    from assay.api.data import model_source
-
     if isinstance(model, LoadedModel):
         overrides.setdefault("runs_dir", model.settings.get("runs_dir", TrainConfig().runs_dir))
         return model.name
@@ -328,8 +317,6 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def as_question(prompt: Any) -> Prompt:
-    from assay.api.session import as_prompt
-
     try:
         return as_prompt(prompt)
     except UserError:

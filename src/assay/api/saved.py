@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from assay.api import html
-from assay.api.notebook import Picture, new_console
+from assay.api.notebook import Entries, Picture, new_console
 from assay.runs import Run, checkpoints
 from assay.runs.console import FINAL_LABELS, Console, percent
 from assay.runs.directory import RunFiles
-from assay.runs.resolve import PREFIX, find_run
+from assay.runs.resolve import PREFIX, find_run, resolve_model
 from assay.runs.rollouts import read_rollouts, rollout_steps
 from assay.types import Group, Rollout, UserError, plural
 
@@ -206,21 +206,17 @@ class SavedRun:
         return "".join(parts) + (Picture(picture).html() if picture.is_file() else "")
 
 
-class Rollouts(Sequence[Group]):
+class Rollouts(Entries[Group]):
     """The groups of a step: answers to one prompt each, with verdicts, rewards and advantages."""
 
     def __init__(self, groups: Sequence[Group], run: SavedRun) -> None:
-        self._groups, self._run = groups, run
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._groups[index]
+        super().__init__(groups)
+        self._run = run
 
     def __repr__(self) -> str:
         rewards = [rollout.reward for group in self for rollout in group.rollouts]
-        return f"{plural(len(self), 'group')} with {plural(len(rewards), 'rollout')}, mean reward {mean(rewards):.3f}"
+        mean = sum(rewards) / (len(rewards) or 1)
+        return f"{plural(len(self), 'group')} with {plural(len(rewards), 'rollout')}, mean reward {mean:.3f}"
 
     def tokens(self, group: int = 0, sample: int = 0) -> Tokens:
         """One rollout token by token."""
@@ -236,7 +232,7 @@ class Rollouts(Sequence[Group]):
                 f"{r.reward:g}",
                 f"{r.advantage:.2f}",
             )
-            for group in self._groups
+            for group in self
             for r in group.rollouts
         ]
         head = ("question", "answer", "completion", "status", "reward", "advantage")
@@ -244,50 +240,37 @@ class Rollouts(Sequence[Group]):
         return html.table(head, rows[:SHOWN_ROLLOUTS], repr(self) + more)
 
 
-class Tokens(Sequence[dict[str, Any]]):
+class Tokens(Entries[dict[str, Any]]):
     """The tokens of a rollout: text, id, whether it is trained, log-probabilities of engine and trainer, advantage."""
 
     def __init__(self, rollout: Rollout, run: SavedRun) -> None:
-        self.rollout, self._run = rollout, run
-
-    @cached_property
-    def _rows(self) -> list[dict[str, Any]]:
-        from assay.runs.resolve import resolve_model
-        from assay.text import load_tokenizer
-
-        tokenizer = load_tokenizer(resolve_model(self._run.model(), self._run.path.parent))
-        rollout, trained = self.rollout, iter(range(sum(self.rollout.loss_mask)))
-        ids, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs
-        rows = []
-        for token, in_loss, logprob in zip(ids, mask, logprobs, strict=True):
-            row: dict[str, Any] = {"text": tokenizer.token_text(token), "id": token, "trained": bool(in_loss)}
-            if in_loss:
-                place = next(trained)
-                advantages, of_trainer = rollout.token_advantages, rollout.trainer_logprobs
-                row["logprob"] = logprob
-                row["trainer_logprob"] = None if of_trainer is None else float(list(of_trainer)[place])
-                row["advantage"] = rollout.advantage if advantages is None else advantages[place]
-            rows.append(row)
-        return rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
+        self.rollout = rollout
+        super().__init__(token_rows(rollout, run))
 
     def __repr__(self) -> str:
         return f"{plural(len(self), 'token')}, {sum(self.rollout.loss_mask)} of them trained"
 
     def _repr_html_(self) -> str:
         names = ("text", "id", "trained", "logprob", "trainer_logprob", "advantage")
-        rows = [[_cell(row.get(name)) for name in names] for row in self._rows]
+        rows = [[_cell(row.get(name)) for name in names] for row in self]
         return html.table(names, rows, repr(self))
+
+
+def token_rows(rollout: Rollout, run: SavedRun) -> Iterator[dict[str, Any]]:
+    from assay.text import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model(run.model(), run.path.parent))
+    trained, advantages = count(), rollout.token_advantages
+    of_trainer = None if rollout.trainer_logprobs is None else list(map(float, rollout.trainer_logprobs))
+    for token, in_loss, logprob in zip(rollout.token_ids, rollout.loss_mask, rollout.engine_logprobs, strict=True):
+        row: dict[str, Any] = {"text": tokenizer.token_text(token), "id": token, "trained": bool(in_loss)}
+        if in_loss:
+            place = next(trained)
+            row["logprob"] = logprob
+            row["trainer_logprob"] = None if of_trainer is None else of_trainer[place]
+            row["advantage"] = rollout.advantage if advantages is None else advantages[place]
+        yield row
 
 
 def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -5,18 +5,17 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-import time
 import weakref
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from assay.api.arguments import overrides_of, settings_of
 from assay.api.models import source_of
 from assay.config import ServeConfig
 from assay.config.settings import toml_value
-from assay.types import UserError, missing_extra
+from assay.types import Closeable, UserError, missing_extra
 
 if TYPE_CHECKING:
     from assay.system.program import SupervisedProgram
@@ -26,7 +25,7 @@ LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address of this machine, for
 _running: set[ModelServer] = set()  # so that a server without another reference is not stopped
 
 
-class ModelServer:
+class ModelServer(Closeable):
     """A server with the interface of the OpenAI API, in a process that ends with this program.
 
     In a `with` block, it is stopped at the end.
@@ -61,26 +60,16 @@ class ModelServer:
 
     def wait_until_ready(self, seconds: float) -> None:
         """Raise a UserError if the server ends, or does not answer within this time."""
-        from assay.engine.client import run_sync
-        from assay.engine.remote.launch import POLL_S, is_healthy
+        from assay.engine.remote.launch import becomes_healthy
 
-        deadline = time.monotonic() + seconds
-        while not run_sync(is_healthy(self.url, "")):
+        if not becomes_healthy(self.url, "", seconds, lambda: self._program.ended is not None):
             reason = self._program.tail().removeprefix("assay: ")
             if (ended := self._program.ended) is not None:
                 raise UserError(f"the server of {self.model} did not start: {reason or ended}")
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"the server of {self.model} was not ready after {seconds:g} s (last line: {reason or 'none'}): "
-                    "raise wait"
-                )
-            time.sleep(POLL_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+            raise UserError(
+                f"the server of {self.model} was not ready after {seconds:g} s (last line: {reason or 'none'}): "
+                "raise wait"
+            )
 
     def __repr__(self) -> str:
         return f"ModelServer({self.url!r}, model {self.model!r}, {self._program.ended or 'running'})"

@@ -1,4 +1,4 @@
-"""A run for loops of users' own: its steps as methods.
+"""The steps of a run as methods, for your own training loop.
 
 `session` gives them as an object, `Trainer` as a class with a method `train`. Sampling, judging, advantages, the
 update, evaluation, logging, checkpoints and exact resume work as in `assay train`.
@@ -31,16 +31,19 @@ from assay.api.data import (
 )
 from assay.api.errors import python_errors
 from assay.api.notebook import new_console
+from assay.build.trust import guard_run
 from assay.config import RewardConfig, TrainConfig
 from assay.envs.base import StepLimit
 from assay.rewards import importing
-from assay.rewards.functions import register_function
+from assay.rewards.functions import judge_at, register_function
+from assay.rewards.pool import serialized
 from assay.runs import checkpoints
 from assay.runs.console import Console, asker, is_distributed
 from assay.runs.directory import as_name
 from assay.runs.files import read_json
 from assay.runs.resolve import check_fixed, find_run, is_complete, run_settings
 from assay.tasks.base import is_message
+from assay.training.callbacks import as_callback
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 if TYPE_CHECKING:  # torch is imported when a run is built
@@ -50,15 +53,7 @@ if TYPE_CHECKING:  # torch is imported when a run is built
 
 ID_CHARS = 200  # length of the question in the id of a prompt
 PromptLike = str | Prompt | Sequence[Message]  # a text, a problem of a task, or a conversation
-OBJECTS = (
-    "tokenizer",
-    "data",
-    "eval_data",
-    "columns",
-    "reward",
-    "env",
-    "peft_config",
-)  # arguments that are no settings
+OBJECTS = ("tokenizer", "data", "eval_data", "columns", "reward", "env", "peft_config")  # which are not settings
 
 
 class Policy:
@@ -170,7 +165,7 @@ class Session:
         from assay.build.run import inherit_replay
         from assay.training import checkpoint
 
-        training, path = self.training, self.training.directory.path
+        training, path = self.training, self.training.path
         if training.replay.buffer is None:
             checkpoint.load_replay(path, self.step, training.replay.make_buffer())
             if checkpoints.last(path) is None:
@@ -184,7 +179,7 @@ class Session:
     @property
     def path(self) -> Path:
         """The directory of the run."""
-        return self.training.directory.path
+        return self.training.path
 
     @property
     def step(self) -> int:
@@ -356,23 +351,19 @@ def open_training(
     """Build a run from arguments, or the run `resume` from its last checkpoint. Returns it with its console, and what
     has to be closed at its end. See `assay.train`.
     """
-    from assay.training.callbacks import as_callback
-
     if not isinstance(callbacks, Iterable):
         raise UserError(f"callbacks must be a list, not {callbacks!r:.80}")
     hooks = list(map(as_callback, callbacks))
-    overrides = overrides_of(settings, TrainConfig, SHORT, OBJECTS)
+    sections: dict[str, Any] = {"model": model, "reward": reward}
+    sections = {name: value for name, value in sections.items() if isinstance(value, Mapping)}
+    sections |= {"env": env} if isinstance(env, str | Mapping | None) else {"env.name": register_function(env)}
+    overrides = overrides_of(settings, TrainConfig, SHORT, OBJECTS) | overrides_of(sections, TrainConfig)
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
-    if isinstance(model, Mapping):
+    if "model" in sections:
         if tokenizer is not None:
             raise UserError(TOKENIZER)
-        overrides |= overrides_of({"model": model}, TrainConfig)
     elif model is not None:
         overrides["model.source"] = model_source(model, tokenizer, runs_dir)
-    if isinstance(env, str | Mapping):
-        overrides |= overrides_of({"env": env}, TrainConfig)
-    elif env is not None:
-        overrides["env.name"] = register_function(env)
     task = None
     if data is not None:
         task = overrides.pop("task.name", None) or overrides.pop("task", None)
@@ -380,11 +371,8 @@ def open_training(
     if rows.get("task", {}).get("args", {}).get("val_size") == 0:
         raise UserError(TOO_FEW)
     overrides |= rows | (lora_settings(peft_config) if peft_config is not None else {})
-    if reward is not None:
-        if isinstance(reward, Mapping):
-            overrides |= overrides_of({"reward": reward}, TrainConfig)
-        else:
-            overrides |= reward_settings(reward)
+    if reward is not None and "reward" not in sections:
+        overrides |= reward_settings(reward)
     console = new_console(quiet)
     held = ExitStack()
     with console_warnings(console):
@@ -422,9 +410,6 @@ def start_run(
 
 def isolate_judge(cfg: RewardConfig, overrides: Mapping[str, Any], console: Console) -> None:
     """Judge in this process if a reward function cannot be sent to another one, unless the user asked for workers."""
-    from assay.rewards.functions import judge_at
-    from assay.rewards.pool import serialized
-
     for path in filter(importing.registered, [cfg.function, *cfg.functions]):
         try:
             serialized(judge_at(path))
@@ -457,7 +442,6 @@ def resumed(
             f"steps={2 * int(read_json(path / 'summary.json').get('steps', 1))}; its results: assay.load_run({name!r})"
         )
     check_fixed(before, cfg, path.name)
-    from assay.build.trust import guard_run
 
     foreign = guard_run(before, path, typed=overrides, trust=trust, ask=asker(), allow="trust=True")
     if foreign is not None:
@@ -521,7 +505,7 @@ def console_warnings(console: Console) -> Iterator[None]:
 
 def resume_call(training: TrainingRun) -> str:
     """The call that resumes a run."""
-    path = training.directory.path
+    path = training.path
     cfg = training.cfg
     objects = [key.partition(".")[0] for key, _ in objects_in(cfg.model_dump())]
     again = "".join(f", {name}=..." for name in dict.fromkeys(objects) if name in ("reward", "env"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +83,7 @@ def sft(
 ) -> SavedRun:
     """Supervised fine-tuning on the worked solutions of the data (column `solution`), evaluated before and after.
 
-    `steps`, `lr` are those of the fine-tuning; other arguments as of `assay.train`.
+    `steps`, `lr`: of the fine-tuning. Other arguments: as in `assay.train`.
     """
     return _run(config, sft_only=True, **{"sft.steps": steps, "sft.lr": lr}, **arguments)
 
@@ -93,9 +92,10 @@ def sft(
 def _run(config: str | Path | None, **arguments: Any) -> SavedRun:
     training, console, held = open_training(config, **arguments)
     from assay.build.execute import carried_out, check_updates
+    from assay.models.device import release_memory
     from assay.training.loop import train as run_loop
 
-    path, stopping = training.directory.path, training.stopping
+    path, stopping = training.path, training.stopping
     try:
         with held, console_warnings(console), carried_out(training, console, resume_call):
             summary = run_loop(training)
@@ -103,7 +103,7 @@ def _run(config: str | Path | None, **arguments: Any) -> SavedRun:
         if summary:
             check_updates(training)
     except KeyboardInterrupt:
-        # In a notebook, and if a callback has asked for it, the program goes on.
+        # The program continues in a notebook, or if a callback requested the stop.
         if not (in_notebook() or stopping.by_program):
             raise
     finally:
@@ -113,12 +113,3 @@ def _run(config: str | Path | None, **arguments: Any) -> SavedRun:
     run.report(console)
     show_findings(run.summary, console)
     return run
-
-
-def release_memory() -> None:
-    """Free what a run has used: models and caches are parts of reference cycles."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

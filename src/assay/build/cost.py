@@ -228,9 +228,8 @@ def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
 def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, prompt_tokens: int) -> dict[str, float]:
     """Estimated bytes at the peak of a step, without kernels, fragmentation and the interpreter."""
     policy, updater, reference = learner.policy, learner.updater, learner.updater.reference
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     reference_count = None if reference is None else sum(p.numel() for p in reference.parameters())
-    parameters = policy.parameter_count, trained, policy.weight_bytes, reference_count
+    parameters = policy.parameter_count, policy.trained_count, policy.weight_bytes, reference_count
     sizes = model_memory(cfg, learner.algo, updater.dtype, engine.info.dtype, *parameters)
     length = min(prompt_tokens + cfg.sampling.max_new_tokens, engine.info.max_length)
     sequences = cfg.train.prompts * cfg.train.samples

@@ -272,6 +272,5 @@ def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts
 
 
 def room_for_updates(learner: Learner) -> bool:
-    trained = sum(parameter.numel() for parameter in learner.policy.parameters() if parameter.requires_grad)
     free = free_memory(learner.mesh.device)
-    return free is None or MOMENTS_BYTES * trained <= free
+    return free is None or MOMENTS_BYTES * learner.policy.trained_count <= free

@@ -28,7 +28,7 @@ LOST = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|
 
 @contextmanager
 def reopened(path: Path, before: TrainConfig, cfg: TrainConfig, console: Console) -> Iterator[TrainingRun]:
-    """Resume a run with the settings `cfg`, which become those of the run. `before`: its settings until now."""
+    """Resume a run with the settings `cfg`, and store them in its config.toml. `before`: its previous settings."""
     with Run.open(path, write=is_main()) as opened:
         resumed = resume_run(cfg, opened, console)
         if is_main():
@@ -73,7 +73,7 @@ def carried_out(training: TrainingRun, console: Console, resume: Callable[[Train
 
 def check_updates(training: TrainingRun) -> None:
     """Raise if a complete run has changed no weights because of values that were not finite."""
-    path = training.directory.path
+    path = training.path
     rows = read_metrics(path)
     if every_update_skipped(rows):
         remedy = "lower optim.lr, set dtype = 'float32', or check custom weights, rewards, advantages or losses"
@@ -96,7 +96,7 @@ def every_update_skipped(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def describe_stop(training: TrainingRun, resume: str) -> str:
     """What a stopped run has saved, and how to resume it."""
-    path, total = training.directory.path, training.schedule.total_steps
+    path, total = training.path, training.schedule.total_steps
     saved = checkpoints.last(path)
     if saved is None:
         return f"stopped before the first checkpoint; to start this run again from the beginning: {resume}"

@@ -155,13 +155,9 @@ def export_adapter(options: Export, console: Console) -> dict[str, Any]:
 
 
 def load_model_of(options: Export, console: Console) -> tuple[PolicyModel, Tokenizer, Path | None]:
-    return load_resolved(options.source, options.runs_dir, partial(load, report=loading(options, console)))
-
-
-def loading(options: Export, console: Console) -> LoadReport:
     what = f"loading {options.source}"
     console.announce(what)
-    return partial(console.progress, what)
+    return load_resolved(options.source, options.runs_dir, partial(load, report=partial(console.progress, what)))
 
 
 def load(source: str, report: LoadReport) -> tuple[PolicyModel, Tokenizer, Path | None]:

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from assay.build.trust import guard_run
+from assay.checks.steps import truncated_evaluation
 from assay.config import MeasureConfig, TrainConfig
 from assay.config.settings import COMMAND_LINE, Caller, load_settings, reset_alternatives
+from assay.rewards import JudgePanel
 from assay.runs import checkpoints
 from assay.runs.console import Console, asker, percent
 from assay.runs.resolve import PREFIX, SETTINGS, describe_changes, find_run, run_settings, saved_settings, split_tag
+from assay.tasks.base import UNLIMITED, prompts_of
+from assay.tasks.sources import manifest_of
 from assay.types import Prompt, Status, UserError, plural
 
 if TYPE_CHECKING:  # torch is imported when a model is loaded
@@ -70,8 +75,6 @@ def measure_settings(
 
 def reads_file(task: str | None, file: str) -> bool:
     """Whether an inherited task reads this file: jsonl reads any, other tasks the files prepared from their data."""
-    from assay.tasks.sources import manifest_of
-
     manifest = manifest_of(file)
     return task == JSONL or (task == manifest.get("task", "") and manifest.get("source") != "generated")
 
@@ -90,8 +93,6 @@ def inherited_settings(
     What the settings of a run name needs the user's consent: `trust`, or naming it in `overrides`. A config file that
     the user names is the user's own.
     """
-    from assay.build.trust import guard_run
-
     if config is not None:
         return evaluation_settings(load_settings(TrainConfig, config, {}), overrides, is_used)
     for model in models:
@@ -197,7 +198,6 @@ def measure_models(
 
 def problems(task: Task, cfg: MeasureConfig) -> Sequence[Prompt]:
     from assay.build.problems import take
-    from assay.tasks.base import UNLIMITED, prompts_of
 
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file and cfg.eval.final_split in ("train", "all"):
         raise UserError(
@@ -221,10 +221,8 @@ def measure(
     """Sample and judge the answers of one model."""
     from assay.build.models import build_collector
     from assay.build.problems import unknown_prompt_words
-    from assay.checks.steps import truncated_evaluation
     from assay.evals.report import evaluate
     from assay.integrations.openai import OpenAIEngine
-    from assay.rewards import JudgePanel
     from assay.rollout import sampling_params
 
     for warning in unknown_prompt_words(cfg.eval.final_split, prompts[:CHECKED_TEXTS], renderer):

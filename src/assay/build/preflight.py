@@ -65,7 +65,11 @@ def try_algorithm(cfg: TrainConfig, prompts: Sequence[Prompt], verdict: Verdict)
     algo = build_algorithm(cfg)
     groups = [invented_group(prompt, verdict, min(cfg.train.samples, SAMPLES)) for prompt in prompts]
     algo.keep(groups)
-    algo.credit(groups, Scorers(ref_logprobs=invented_logprobs, values=invented_values))
+    scorers = Scorers(
+        ref_logprobs=lambda groups: [[-0.7] * rollout.trained for group in groups for rollout in group.rollouts],
+        values=lambda rollouts: [[0.0] * rollout.trained for rollout in rollouts],
+    )
+    algo.credit(groups, scorers)
     rows = rows_of(groups, algo)
     if algo.needs.trainer_logprobs:
         rows = [row.with_input(TRAINER_LOGPROBS, row.sampled_logprobs) for row in rows]
@@ -102,11 +106,3 @@ def invented_group(prompt: Prompt, verdict: Verdict, samples: int) -> Group:
         rewarded = replace(verdict, reward=float(sample % 2), status=Status.OK if sample % 2 else Status.WRONG)
         rollouts.append(Rollout(prompt, sample, [Turn([0, 0], completion, prompt.answer)], rewarded))
     return Group(prompt, rollouts)
-
-
-def invented_logprobs(groups: Sequence[Group]) -> list[list[float]]:
-    return [[-0.7] * rollout.trained for group in groups for rollout in group.rollouts]
-
-
-def invented_values(rollouts: Sequence[Rollout]) -> list[list[float]]:
-    return [[0.0] * rollout.trained for rollout in rollouts]

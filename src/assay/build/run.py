@@ -72,7 +72,7 @@ from assay.training.progress import Schedule, Stopping
 from assay.training.recorder import Recorder, RunEvaluator
 from assay.training.run import TrainingRun
 from assay.training.sources import OnPolicySource, PromptStream, Replay
-from assay.training.sync import PROBE_PROMPTS, WeightSync, probe_sequences, verify_method
+from assay.training.sync import PROBE_PROMPTS, Method, WeightSync, probe_sequences, verify_method
 from assay.types import Prompt, UserError
 
 CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start; a dry run checks more
@@ -261,11 +261,6 @@ def assemble(
     directory = directory or Run(Path())
     # Asynchronous sampling without staleness is on-policy.
     make_source = AsyncSource if cfg.source.name == "async" and cfg.source.max_staleness else OnPolicySource
-    weight_sync = WeightSync(updater, engine, verify, cfg.engine.verify_every)
-    if verify == "probe":
-        prompts = renderer.all_prompt_ids(PromptStream(train, cfg.seed).next(PROBE_PROMPTS))
-        length = min(policy.max_length, engine.info.max_length)
-        weight_sync.sequences = probe_sequences(prompts, min(tokenizer.vocab_size, policy.vocab_size), length, cfg.seed)
     return TrainingRun(
         cfg=cfg,
         directory=directory,
@@ -274,12 +269,24 @@ def assemble(
         source=make_source(cfg, algo, collector, PromptStream(train, cfg.seed), schedule, stopping),
         learner=Learner(cfg, algo, updater, schedule, critic),
         replay=Replay(cfg.replay, cfg.seed),
-        weight_sync=weight_sync,
+        weight_sync=build_weight_sync(cfg, updater, engine, verify, renderer, train),
         evaluator=RunEvaluator(cfg, collector, evaluations, directory, console),
         recorder=Recorder(cfg, directory, console, mesh, judge_warnings(cfg.reward, collector), started),
         stopping=stopping,
         demonstrations=demonstrations,
     )
+
+
+def build_weight_sync(
+    cfg: TrainConfig, updater: Updater, engine: BaseEngine, method: Method, renderer: Renderer, train: Sequence[Prompt]
+) -> WeightSync:
+    """With the sequences that a probe of the engine's weights scores, if that is the `method`."""
+    sync, policy = WeightSync(updater, engine, method, cfg.engine.verify_every), updater.policy
+    if method == "probe":
+        prompts = renderer.all_prompt_ids(PromptStream(train, cfg.seed).next(PROBE_PROMPTS))
+        vocabulary = min(renderer.tokenizer.vocab_size, policy.vocab_size)
+        sync.sequences = probe_sequences(prompts, vocabulary, min(policy.max_length, engine.info.max_length), cfg.seed)
+    return sync
 
 
 def load_problems(cfg: TrainConfig, console: Console) -> tuple[Task, Sequence[Prompt], dict[str, Sequence[Prompt]]]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from assay.config import JudgeConfig, RewardConfig, Section, TaskConfig
+from assay.rewards.pool import Item
+from assay.tasks import Task
+from assay.tasks.sources import DataRow, is_text_or_number
 from assay.types import UserError
-
-if TYPE_CHECKING:
-    from assay.rewards.pool import Item
-    from assay.tasks import Task
-    from assay.tasks.sources import DataRow
 
 
 class ScoreConfig(Section):
@@ -44,8 +42,6 @@ def as_item(row: DataRow, task: Task | None, optional_gold: bool = False) -> Ite
 
 
 def gold_answer(row: DataRow, task: Task | None) -> str:
-    from assay.tasks.sources import is_text_or_number
-
     values: Mapping[str, Any] = row.values
     stated = values.get("gold", values.get("answer"))
     if task is not None and task.judge_kind == "countdown":

@@ -149,7 +149,6 @@ def work_of(run: TrainingRun, prompts: Sequence[Prompt], now: Answers, observed:
     """`now`: answers of the model before its warm start. `observed`: see `Work`."""
     cfg, learner, engine = run.cfg, run.learner, run.collector.engine
     steps, train = run.schedule.total_steps, cfg.train
-    trained = sum(parameter.numel() for parameter in learner.policy.parameters() if parameter.requires_grad)
     prompt_tokens = fmean(map(len, run.collector.renderer.all_prompt_ids(prompts)))
     answers, warm_tokens = now, 0.0
     if cfg.sft.steps:
@@ -163,7 +162,6 @@ def work_of(run: TrainingRun, prompts: Sequence[Prompt], now: Answers, observed:
     regular = ceil(steps / cfg.save.every) if cfg.save.every else 1
     saves = 1 + regular + int(BEST_SHARE * periodic * cfg.save.best)
     limit = cfg.eval.max_new_tokens or cfg.sampling.max_new_tokens
-    times = {"eval": periodic}
     return Work(
         steps=steps,
         prompts=train.prompts,
@@ -174,10 +172,10 @@ def work_of(run: TrainingRun, prompts: Sequence[Prompt], now: Answers, observed:
         observed=observed,
         evaluations=tuple(
             EvaluationWork(
-                len(asked),
-                cfg.eval.samples,
-                times.get(label, 1),
-                (now if label == "start" else answers).limited(limit),
+                problems=len(asked),
+                samples=cfg.eval.samples,
+                times=periodic if label == "eval" else 1,
+                answers=(now if label == "start" else answers).limited(limit),
             )
             for label, asked in run.evaluator.prompts.items()
         ),
@@ -187,7 +185,7 @@ def work_of(run: TrainingRun, prompts: Sequence[Prompt], now: Answers, observed:
         overlaps=cfg.source.name == "async" and cfg.source.max_staleness > 0,
         warm_steps=cfg.sft.steps,
         warm_tokens=warm_tokens,
-        checkpoint_bytes=float(STATE_BYTES * trained),
+        checkpoint_bytes=float(STATE_BYTES * learner.policy.trained_count),
         saves=saves,
         # The first, the latest, the best.
         kept=min(saves, 1 + (cfg.save.keep or saves) + bool(cfg.save.best and periodic)),

@@ -11,6 +11,7 @@ import importlib
 from dataclasses import dataclass, field
 
 from assay.cli.main import COMMANDS, accepted_names, make_parser
+from assay.config.settings import keys
 
 HELP = """Print a script that completes commands, options and settings. To install it:
 
@@ -43,8 +44,6 @@ def words_of(command: str) -> Words:
     words = Words()
     add_options(words, make_parser(module, f"assay {command}"))
     if hasattr(module, "SETTINGS"):
-        from assay.config.settings import keys
-
         for key, setting in keys(module.SETTINGS):
             words.options[f"--{key}"] = (setting.description or "").strip()
             if values := accepted_names(key, setting):

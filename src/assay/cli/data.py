@@ -13,7 +13,7 @@ from typing import Any
 
 from assay.cli.score import add_sandbox_arguments
 from assay.rewards import JudgePool
-from assay.runs.files import json_line, write_text
+from assay.runs.files import json_line, print_json, write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, ANSWER_FORMS, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
 from assay.tasks.sources import DEFAULT_VALIDATION, MANIFEST, jsonl_text, manifest_of, prepared_row
@@ -126,7 +126,7 @@ def run_prepare(args: argparse.Namespace) -> int:
             (out / names[1]).unlink(missing_ok=True)  # of files that --force replaces
     except OSError as error:
         raise UserError(f"cannot write {error.filename or out}: {error.strerror}") from None
-    print(json.dumps({"out": str(out), **manifest}, indent=2))
+    print_json({"out": str(out), **manifest})
     return 0
 
 
@@ -195,7 +195,7 @@ def run_check(args: argparse.Namespace) -> int:
         "missing_splits": [split for split in SPLITS if split not in splits],
         "ok": not any(gold["failed"] for gold in golds.values()),
     }
-    print(json.dumps(summary, indent=2))
+    print_json(summary)
     for split, gold in golds.items():
         if gold["failed"]:
             print(describe_failed_golds(task, split, gold), file=sys.stderr)

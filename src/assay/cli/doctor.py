@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from os.path import isdir, isfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from assay.api.inspection import examine_config, examine_run
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
+from assay.runs.files import print_json
 from assay.types import UserError
 from assay.web.folder import find_folder
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"there is no file {args.target}: give an existing config, or the name of a run")
         findings = examine_run(find_folder(args.target, runs_dir))
     if args.json:
-        print(json.dumps({"target": args.target, **findings.to_dict()}, indent=2))
+        print_json({"target": args.target, **findings.to_dict()})
     else:
         # In a pipe, each finding, example and remedy is one line.
         for line in findings.lines(shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from dataclasses import asdict
 
 from assay.cli.data import task_arguments
 from assay.envs import ENVS, Env, make_env
 from assay.envs.base import Observation, as_messages, safe_reset, safe_step, up_to_stop
+from assay.runs.files import print_json
 from assay.system.awaiting import resolve
 from assay.tasks import make_task
 from assay.testing.env import EPISODES, SECONDS, findings
@@ -63,7 +63,7 @@ def check(env: Env, episodes: int, seconds: float, as_json: bool) -> int:
             print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what}{problem}", flush=True)
     passed = all(finding.ok for finding in found)
     if as_json:
-        print(json.dumps({"ok": passed, "checks": [asdict(finding) for finding in found]}, indent=2))
+        print_json({"ok": passed, "checks": [asdict(finding) for finding in found]})
     return 0 if passed else 1
 
 

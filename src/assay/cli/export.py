@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from assay.build.export import Export, check_destination, export, is_file, is_gguf
 from assay.cli.runs import add_runs_dir
 from assay.runs.console import Console
+from assay.runs.files import print_json
 from assay.runs.resolve import PREFIX
 from assay.types import UserError
-
-if TYPE_CHECKING:
-    from assay.build.export import Export
 
 HELP = """Write a checkpoint or another model as a Hugging Face folder with a model card, a GGUF file or a PEFT adapter.
 
@@ -39,15 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from assay.build.export import Export, check_destination, export
-
     options = Export(args.source, args.dest, args.dir, args.dtype, args.gguf, args.lora, args.push, args.private)
     check_options(options)
     check_destination(args.dest)  # before a display is started
     with Console(sys.stderr) as console:
         facts = export(options, console)
     if args.json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
         return 0
     for line in (f"{args.source} -> {args.dest} ({facts['format']})", *facts.get("notes", ())):
         print(line)
@@ -57,8 +52,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_options(options: Export) -> None:
-    from assay.build.export import is_file, is_gguf
-
     if options.dtype and (is_gguf(options) or options.lora == "keep"):
         raise UserError("--dtype is for Hugging Face folders: remove it, or remove --gguf and --lora keep")
     if options.lora == "keep" and is_gguf(options):

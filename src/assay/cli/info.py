@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from assay.runs.environment import Extra, extras, machine, versions
-from assay.runs.files import to_json
+from assay.runs.files import print_json
 from assay.system.memory import free_main_memory
 from assay.types import describe_error
 
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     facts = collect()
     if args.json:
-        print(json.dumps(to_json(facts), indent=2))
+        print_json(facts)
         return 0
     for name in ("versions", "machine", "torch"):
         print(f"{name}:")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from assay.runs.console import Console, one_line
 from assay.runs.curves import draw_comparison, draw_curves
 from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
-from assay.runs.files import to_json
+from assay.runs.files import print_json
 from assay.runs.resolve import PREFIX, find_run, resume_command, split_tag
 from assay.types import UserError
 from assay.web.comparison import RunComparison, cells, describe
@@ -74,7 +73,7 @@ def list_all(args: argparse.Namespace) -> int:
     for problem in unreadable_folders(args.dir):
         print(problem, file=sys.stderr)
     if args.json:
-        print(json.dumps(to_json(facts), indent=2))
+        print_json(facts)
     elif not facts:
         print(f"No runs in {args.dir} yet: `assay train CONFIG` creates one.")
     else:
@@ -116,7 +115,7 @@ def compare(comparison: RunComparison, as_json: bool, picture: Path | None) -> N
     """Print the comparison. `picture`: where the curves are drawn; None for nowhere."""
     drawn = draw(comparison.metrics, picture) if picture else None
     if as_json:
-        print(json.dumps(to_json({**comparison.to_dict(), "curves": drawn and str(drawn)}), indent=2))
+        print_json({**comparison.to_dict(), "curves": drawn and str(drawn)})
         return
     console = Console()
     for (title, headings, rows), notes in comparison.sections():

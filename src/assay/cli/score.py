@@ -12,20 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from assay.build.measure import inherited_settings
 from assay.build.scoring import ScoreConfig, as_item, from_rollout
 from assay.cli.eval import add_config
 from assay.config.settings import load_settings
+from assay.evals.stats import wilson
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePanel, Judging, MathVerifyJudge, check_verdicts
+from assay.rewards.pool import Item
 from assay.runs.console import Console, aligned
+from assay.runs.files import atomic_write, print_json
+from assay.tasks import Task, make_task
+from assay.tasks.registry import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
+from assay.tasks.sources import DataRow, read_rows
 from assay.types import Status, UserError, Verdict, excerpt, plural, unknown_name
-
-if TYPE_CHECKING:
-    from assay.rewards.pool import Item
-    from assay.tasks import Task
-    from assay.tasks.sources import DataRow
 
 HELP = """Judge the completions in a JSONL file, and print a summary as JSON.
 
@@ -74,10 +75,6 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from assay.tasks import make_task
-    from assay.tasks.registry import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
-    from assay.tasks.sources import read_rows
-
     started = time.perf_counter()
     source, out = Path(args.file), Path(args.out)
     check_output(out, source, args.force)
@@ -105,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         check_verdicts(audited)
         summary |= audit(verdicts, audited, rows, args.against)
     summary["seconds"] = round(time.perf_counter() - started, 3)
-    print(json.dumps(summary, indent=2))
+    print_json(summary)
     report_failures(verdicts, rows)
     return 0
 
@@ -171,8 +168,6 @@ def check_output(out: Path, source: Path, force: bool) -> None:
 
 
 def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) -> None:
-    from assay.runs.files import atomic_write
-
     def write_to(file: IO[bytes]) -> None:
         for row, verdict in zip(rows, verdicts, strict=True):
             file.write(json.dumps({**row.values, "verdict": asdict(verdict)}).encode("ascii") + b"\n")
@@ -189,8 +184,6 @@ def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) 
 
 
 def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    from assay.evals.stats import wilson
-
     n = len(verdicts)
     correct = sum(verdict.correct for verdict in verdicts)
     counts = Counter(verdict.status.value for verdict in verdicts)

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import load_settings
+from assay.runs import Run
 from assay.runs.console import Console, asker, finite, make_console, percent
 from assay.runs.directory import RunFiles, as_name, setting
-from assay.runs.resolve import check_fixed, differences, is_complete, resume_command, run_argument, run_settings
+from assay.runs.resolve import (
+    check_fixed,
+    differences,
+    find_run,
+    is_complete,
+    resume_command,
+    run_argument,
+    run_settings,
+)
 from assay.types import UserError, plural
 
 if TYPE_CHECKING:
@@ -62,7 +71,6 @@ def start(cfg: TrainConfig, console: Console, dry_run: bool = False) -> int:
 
 def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console) -> int:
     from assay.build.trust import guard_run
-    from assay.runs.resolve import find_run
 
     runs_dir = Path(str(overrides.get("runs_dir", TrainConfig().runs_dir)))
     path = find_run(args.resume, runs_dir)
@@ -97,8 +105,6 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
 
     `before`, `now`: its settings as they were, and as they are with the options of this command.
     """
-    from assay.runs import Run
-
     if not is_complete(path, before, now):
         return ""
     name, summary = run_argument(path), Run.open(path).read_summary()
@@ -122,7 +128,7 @@ def run_training(training: TrainingRun, console: Console) -> int:
     from assay.build.execute import carried_out, check_updates
     from assay.training.loop import train
 
-    path = training.directory.path
+    path = training.path
     with carried_out(training, console, lambda run: resume_command(run.path)):
         summary = train(training)
     if summary:

@@ -93,8 +93,13 @@ class PolicyModel(nn.Module):
     @property
     def parameter_count(self) -> int:
         """Number of weights and adapter weights; a quantized weight counts like any other."""
-        adapters = sum(weight.numel() for weight in self.parameters() if weight.requires_grad) if self.lora else 0
+        adapters = self.trained_count if self.lora else 0
         return adapters + sum(shape.numel() for shape in weight_shapes(self.network).values())
+
+    @property
+    def trained_count(self) -> int:
+        """Number of weights and adapter weights that are trained."""
+        return sum(weight.numel() for weight in self.parameters() if weight.requires_grad)
 
     @property
     def weight_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import tempfile
@@ -162,3 +163,10 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
+
+
+def release_memory() -> None:
+    """Free what is not used any more: models, engines and caches are parts of reference cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

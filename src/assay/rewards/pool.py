@@ -7,11 +7,11 @@ import os
 import re
 import threading
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import cloudpickle
 
@@ -32,7 +32,7 @@ from assay.system.awaiting import resolve, then, together
 from assay.system.pipe_messages import BadMessage
 from assay.system.sandbox import Level, WorkerSettings, environment
 from assay.system.worker_pool import ItemFailure, StartFailed, WorkerPool
-from assay.types import Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
+from assay.types import Closeable, Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
 
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
 GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
@@ -45,14 +45,8 @@ _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b[A-Z]{5,}\b")
 _REFUSED = re.compile(r"PermissionError|Errno 1[,\]]|Errno 13\b|Permission denied|not permitted")
 
 
-class Judging(ABC):
-    """What judges the answers of a run. A context manager, which closes it."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+class Judging(Closeable):
+    """What judges the answers of a run. A `with` block closes it."""
 
     @abstractmethod
     def fields(self, prompt: Prompt) -> Mapping[str, Any]:
@@ -65,9 +59,6 @@ class Judging(ABC):
     def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
         """Return one verdict per (completion, gold answer, fields), in order."""
         return [verdict for (verdict,) in self.judge_groups([([item[0]], *item[1:]) for item in items], report)]
-
-    @abstractmethod
-    def close(self) -> None: ...
 
 
 def single_items(groups: Sequence[GroupItem]) -> list[Item]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 from assay.config import EvalConfig, SamplingConfig
 from assay.engine.base import BaseEngine, CountReport, Request, RequestError, SampleCounter, SamplingParams
@@ -28,7 +28,7 @@ from assay.rollout.episodes import (
 )
 from assay.system.awaiting import resolve
 from assay.text import Renderer
-from assay.types import Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
+from assay.types import Closeable, Group, Progress, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 512  # of an evaluation or a chat without a training run
@@ -60,8 +60,8 @@ class Stopper(Protocol):
 
 
 @dataclass
-class Collector:
-    """Turns prompts into groups of judged rollouts. As a context manager, it closes the judge and the environment."""
+class Collector(Closeable):
+    """Turns prompts into groups of judged rollouts. A `with` block closes the judge and the environment."""
 
     engine: BaseEngine
     renderer: Renderer
@@ -76,12 +76,6 @@ class Collector:
     keep_failures: bool = False  # answers to a request that failed get status error; False: an error is raised
     thread: ClientThread | None = None  # steps the engine; None: the thread that calls `collect` does
     judging: threading.Lock = field(default_factory=threading.Lock)  # the judge serves one thread at a time
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Release the processes and files of the judge and of the environment. The engine is not closed."""

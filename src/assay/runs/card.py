@@ -10,10 +10,9 @@ from typing import Any
 
 from assay.config.settings import toml_value
 from assay.runs.console import finite, one_line
-from assay.runs.directory import RunFiles, default_settings, flattened, setting
+from assay.runs.directory import RunFiles, changed_settings, flattened, setting
 from assay.types import hide_credentials, plural
 
-NOT_SHOWN = ("name", "runs_dir")  # settings of the machine, not of the model
 MAX_CELL = 200
 
 
@@ -67,9 +66,7 @@ def run_sections(files: RunFiles, step: int) -> list[str]:
         f"Trained with assay from {code(model)} on the task {code(task)} ({code(recipe)}), {plural(step, 'step')}."
     )
     sections = [trained, "## Results", results(files, summary, step)]
-    defaults = default_settings()
-    changed = {key: value for key, value in flat.items() if value != defaults.get(key) and key not in NOT_SHOWN}
-    lines = [f"{key} = {toml_value(value)}" for key, value in changed.items()]
+    lines = [f"{key} = {toml_value(value)}" for key, value, _ in changed_settings(config)]
     environment = files.document("environment.json").get("versions")
     sections += ["## Settings", "Settings of the run that differ from the defaults:", fenced("toml", lines)]
     if isinstance(environment, dict):
@@ -81,17 +78,15 @@ def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> str:
     """Accuracies that belong to the exported step: of the summary, if it is the first or last, else of validation."""
     rows = []
     before, after, paired = (summary.get(key) or {} for key in ("before", "after", "paired"))
-    split = summary.get("split")
+    split, name = summary.get("split"), f"after {plural(step, 'step')}"
     if before:
         rows.append(cells("before", split, before["accuracy"], before["ci95"], before["n"]))
     is_final = bool(after) and summary.get("steps") == step
     if is_final:
-        rows.append(cells(f"after {plural(step, 'step')}", split, after["accuracy"], after["ci95"], after["n"]))
+        rows.append(cells(name, split, after["accuracy"], after["ci95"], after["n"]))
     elif (row := measured(files, step)) is not None:
         ends = [row.get("eval/low"), row.get("eval/high")]
-        rows.append(
-            cells(f"after {plural(step, 'step')}", "validation during training", row["eval/accuracy"], ends, None)
-        )
+        rows.append(cells(name, "validation during training", row["eval/accuracy"], ends, None))
     if not rows:
         return "The run has no evaluation of these weights."
     table = ["| | split | accuracy | 95 % interval | problems |", "|---|---|---|---|---|", *rows]
@@ -126,23 +121,16 @@ def usage(contents: Contents) -> str:
     if contents.file:
         chat = f"assay chat {contents.file}"
         return fenced("bash", [chat, f"llama-cli -m {contents.file}  # if the notes above do not exclude it"])
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    model = [f"model = AutoModelForCausalLM.from_pretrained({location})"]
     if contents.base:
-        lines = [
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
+        imports.insert(0, "from peft import PeftModel")
+        model = [
             f"base = AutoModelForCausalLM.from_pretrained({contents.base!r})",
             f"model = PeftModel.from_pretrained(base, {location})",
-            f"tokenizer = AutoTokenizer.from_pretrained({location})",
         ]
-        return fenced("python", lines)
-    lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"model = AutoModelForCausalLM.from_pretrained({location})",
-        f"tokenizer = AutoTokenizer.from_pretrained({location})",
-    ]
-    return f"{fenced('python', lines)}\n\nWith assay: `assay chat {contents.location}`."
+    code = fenced("python", [*imports, *model, f"tokenizer = AutoTokenizer.from_pretrained({location})"])
+    return code if contents.base else f"{code}\n\nWith assay: `assay chat {contents.location}`."
 
 
 def version_list(versions: Mapping[str, Any]) -> str:

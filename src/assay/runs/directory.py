@@ -41,13 +41,15 @@ from assay.runs.files import (
     write_json,
     write_text,
 )
-from assay.types import UserError
+from assay.types import Closeable, UserError
 
 # Record locks belong to the process: closing any other handle of the file would release the lock, so a lock that this
 # process holds is never probed. (flock would be inherited by forked workers, which may outlive the run.)
 _held: dict[Path, IO[str]] = {}
 _acquiring = threading.Lock()
 NAME = ".lock"
+MAX_SETTINGS = 1000  # that are read from config.toml, which may be damaged
+SETTINGS_OF_MACHINE = ("name", "runs_dir")  # where a run is, not what it does
 
 
 @atexit.register
@@ -147,7 +149,7 @@ def check_writable(runs_dir: Path) -> None:
         raise UserError(f"{folder} is not writable ({why}): choose another folder with --runs_dir") from None
 
 
-class Run:
+class Run(Closeable):
     """The directory of one run. The process that creates or resumes it holds the lock until `close` or its end."""
 
     def __init__(self, path: Path) -> None:
@@ -261,12 +263,6 @@ class Run:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def state_of(locked: bool, status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -551,6 +547,14 @@ def default_settings() -> dict[str, Any]:
     from assay.config import TrainConfig  # takes longer to import than the rest
 
     return {key: _as_read(value) for key, value in flattened(TrainConfig().model_dump()).items()}
+
+
+def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key, value and default of the settings that differ from their defaults."""
+    defaults = default_settings()
+    flat = list(flattened(config).items())[:MAX_SETTINGS]
+    changed = [(key, value) for key, value in flat if value != defaults.get(key)]
+    return [(key, value, defaults.get(key)) for key, value in changed if key not in SETTINGS_OF_MACHINE]
 
 
 def _as_read(value: Any) -> Any:

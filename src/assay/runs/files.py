@@ -57,6 +57,10 @@ def to_json(value: Any, non_finite: Callable[[float], Any] = _name_of) -> Any:
     return str(value)
 
 
+def print_json(value: Any) -> None:
+    print(json.dumps(to_json(value), indent=2))
+
+
 def from_json(value: Any) -> Any:
     """Convert a string that stands for a non-finite number back; return other values unchanged."""
     return NON_FINITE.get(value, value) if isinstance(value, str) else value

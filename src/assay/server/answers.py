@@ -1,4 +1,4 @@
-"""Formats of answers: those of the OpenAI API, and log-probabilities of prompts in the format of vLLM.
+"""Formats of answers: the OpenAI API, and log-probabilities of prompts in the format of vLLM.
 
 A server may send 10,000s of chunks per second, so the parts of a chunk that do not change are formatted once.
 """

@@ -50,7 +50,7 @@ class ProcessBatches(SequenceBatches[ModelInput, Result]):
         try:
             return await call
         except Exception as error:
-            self._process.close()  # after an error of CUDA it could not go on
+            self._process.close()  # a process cannot continue after a CUDA error
             raise failure_of(error) from None
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def split_name(tree: dict[str, Any]) -> str:
-    """What llama.cpp calls the pre-tokenizer of a tokenizer.json; empty if it has none that splits alike."""
+    """What llama.cpp calls the pre-tokenizer of a tokenizer.json; empty if none of its own splits equally."""
     if tree["model"]["type"] != "BPE" or not tree["model"]["merges"] or tree["model"].get("byte_fallback"):
         return ""
     steps = tree["pre_tokenizer"] or {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -19,6 +18,7 @@ from assay.mesh import Mesh
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
+from assay.runs.resolve import resume_command
 from assay.text import Tokenizer
 from assay.training import checkpoint
 from assay.training.callbacks import Callback, notify
@@ -120,9 +120,9 @@ class TrainingRun:
                     raise
                 problem = f"the weight {names[0]} is not finite after step {step}"
             key, lr = ("optim.lr", cfg.optim.lr) if step or not cfg.sft.steps else ("sft.lr", cfg.sft.lr)
-            path, saved = self.directory.path, checkpoints.last(self.directory.path)
+            saved = checkpoints.last(self.path)
             start = "the start" if saved is None else f"the checkpoint of step {saved}, whose weights are finite,"
-            command = f"assay train --resume {shlex.quote(str(path))}"
+            command = resume_command(self.path)
             if isinstance(error, NonFiniteError) and error.of_term:
                 raise UserError(f"{problem}: fix it, and resume from {start} with {command}") from error
             command += f" --{key} {lr / 10:g}"
@@ -236,7 +236,7 @@ class TrainingRun:
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Write a checkpoint. If `metrics` contain the best evaluation so far, it is marked as the best."""
-        path, state, learner = self.directory.path, self.state, self.learner
+        path, state, learner = self.path, self.state, self.learner
         show = partial(self.recorder.console.progress, f"saving the checkpoint of step {state.step}")
         show(0, 1)
         best = self.recorder.is_best(metrics or {})
@@ -285,7 +285,7 @@ class TrainingRun:
         state, learner, trains = self.state, self.learner, self.schedule.total_steps > 0
         first = state.unmeasured is None and not state.sft_step  # nothing is saved yet
         if learner.policy.lora is not None and first:  # else a checkpoint uses it already
-            checkpoint.save_base(self.directory.path, learner.policy, self.tokenizer, self.mesh.is_main)
+            checkpoint.save_base(self.path, learner.policy, self.tokenizer, self.mesh.is_main)
         if trains and self.cfg.sft.steps and "sft" not in state.facts:  # present if the evaluation was interrupted
             if "start" in self.evaluator.prompts and first:
                 self._measure_and_log("start")
@@ -296,7 +296,7 @@ class TrainingRun:
         if not trains:
             self._sft_warm_start()
         elif learner.algo.needs.reference:
-            freeze_reference(learner.updater, self.cfg, self.directory.path)
+            freeze_reference(learner.updater, self.cfg, self.path)
         if learner.critic is not None:
             learner.critic.start_from(learner.policy)
         state.unmeasured = None
@@ -347,7 +347,7 @@ class TrainingRun:
         self._notify("on_step", state.step, metrics)
         if "eval/accuracy" in metrics:
             self._notify("on_evaluation", state.step, metrics)
-        check_faults(self.learner.updater.faults, state.skipped, self.cfg.train.max_skipped, self.directory.path)
+        check_faults(self.learner.updater.faults, state.skipped, self.cfg.train.max_skipped, self.path)
         if self.schedule.due(self.cfg.save.every, state) or (self.cfg.save.best and recorder.is_best(metrics)):
             self.save(metrics)
         if "eval/accuracy" in metrics:
@@ -375,7 +375,7 @@ class TrainingRun:
                     raise
                 if recoveries == MAX_RECOVERIES or not self._recover():
                     self._save_unsaved()
-                    command = f"assay train --resume {shlex.quote(str(self.directory.path))}"
+                    command = resume_command(self.path)
                     raise UserError(f"{error}; the run is saved: when its servers run again, use {command}") from error
                 recoveries += 1
 
@@ -417,7 +417,7 @@ class TrainingRun:
         if not self.mesh.is_main or (if_due and started < recorder.curves_due):
             return
         try:
-            draw_curves(self.directory.path)
+            draw_curves(self.path)
         except Exception as error:  # whatever it is: a picture must not end a run
             recorder.console.warn(f"curves.png could not be drawn ({describe_error(error)})")
         now = time.perf_counter()
@@ -425,7 +425,7 @@ class TrainingRun:
 
     def _save_unsaved(self) -> None:
         """Save the last step if that is not done yet. Before any training and evaluation there is nothing to save."""
-        saved = self.mesh.broadcast_object(checkpoints.last(self.directory.path))
+        saved = self.mesh.broadcast_object(checkpoints.last(self.path))
         begun = saved is not None or self.state.unmeasured is not None
         if (self.warm_start is not None and self.state.sft_step) or (begun and saved != self.state.step):
             self.save()

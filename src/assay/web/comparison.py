@@ -10,7 +10,7 @@ from typing import Any
 
 from assay.runs.console import duration, fraction, percent
 from assay.runs.curves import points_of, shown_panels
-from assay.runs.directory import Run, RunFiles, flattened, setting
+from assay.runs.directory import SETTINGS_OF_MACHINE, Run, RunFiles, flattened, setting
 from assay.types import plural
 from assay.web.folder import INCOMPLETE, RunFolder
 from assay.web.index import place_of, read_file
@@ -19,7 +19,6 @@ from assay.web.table import Pairing, Questions
 UNKNOWN = "-"
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 16  # characters of a curve
-IGNORED_SETTINGS = ("name", "runs_dir")
 FINAL_HEADINGS = ["B compared with A", "questions", "A", "B", "B - A in points [95 % interval]", "gained / lost", "p"]
 Rows = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
@@ -265,6 +264,6 @@ def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
     """
     flat = [None if fact["config"] is None else flattened(fact["config"]) for fact in facts]
     known = [config for config in flat if config is not None]
-    keys = sorted({key for config in known for key in config} - set(IGNORED_SETTINGS))
+    keys = sorted({key for config in known for key in config} - set(SETTINGS_OF_MACHINE))
     differing = [key for key in keys if any(config.get(key) != known[0].get(key) for config in known)]
     return {key: [config and config.get(key) for config in flat] for key in differing}

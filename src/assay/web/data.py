@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from assay.runs.curves import X_LABELS, bounds_of, shown_panels
-from assay.runs.directory import default_settings, flattened
+from assay.runs.directory import changed_settings
 from assay.runs.files import json_object, to_json
 from assay.types import describe_error
 from assay.web.findings import Doctor, badge
@@ -74,7 +74,6 @@ MAX_PROBLEMS = 20  # that are listed; the others are counted
 FINDINGS_WAIT_S = 0.05  # for findings that are not known yet
 READY_WAIT_S = 3.0  # before a diagnosis, for the index: the lists are needed first
 RECENT = 20  # training steps whose median time predicts the remaining time
-MAX_SETTINGS = 1000
 INDEX_WAIT_S = 0.08  # for the index of a small run
 TABLE_PAUSE_S = 1.0  # between two tables while a run is indexed
 TOKENIZER_WAIT_S = 0.08
@@ -482,14 +481,6 @@ def recent(folder: RunFolder, metric: str) -> float | None:
     """The median of the last values of a metric."""
     _, values = folder.metrics.columns.get(metric, (None, ()))
     return float(np.median(values[-RECENT:])) if len(values) else None
-
-
-def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Key, value and default of the settings that differ from their defaults."""
-    defaults = default_settings()
-    flat = list(flattened(config).items())[:MAX_SETTINGS]
-    changed = [(key, value) for key, value in flat if value != defaults.get(key)]
-    return [(key, value, defaults.get(key)) for key, value in changed if key not in ("name", "runs_dir")]
 
 
 def evaluation_facts(place: Place, file: IndexedFile | None) -> dict[str, Any]:

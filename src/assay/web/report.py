@@ -28,8 +28,9 @@ from markupsafe import Markup
 from assay import __version__
 from assay.runs.console import duration, percent, printable
 from assay.runs.curves import X_LABELS
+from assay.runs.directory import changed_settings
 from assay.types import describe_error, hide_credentials, plural
-from assay.web.data import MetricsQuery, RunView, ViewError, changed_settings, compare, plain
+from assay.web.data import MetricsQuery, RunView, ViewError, compare, plain
 from assay.web.folder import finite_number
 from assay.web.index import TRAIN, IndexedFile
 from assay.web.table import CompareQuery, RolloutsQuery, paired

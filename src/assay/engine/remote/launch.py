@@ -202,18 +202,13 @@ class LaunchedServers(ABC):
     def _wait(self, url: str) -> None:
         """Wait until a server is ready."""
         limit = self.settings.start_timeout_s
-        deadline = time.monotonic() + limit
-        while True:
+        if not becomes_healthy(url, self.key, limit, lambda: bool(self.death(url))):
             if death := self.death(url):
                 raise UserError(f"the {self.kind} server {url} did not start: {death}")
-            if asyncio.run(is_healthy(url, self.key)):
-                return
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"the {self.kind} server {url} was not ready after {limit:g} s (last line of "
-                    f"{self._kept_log(url)}: {self.programs[url].tail()}): raise {self.section}.start_timeout_s"
-                )
-            time.sleep(POLL_S)
+            raise UserError(
+                f"the {self.kind} server {url} was not ready after {limit:g} s (last line of "
+                f"{self._kept_log(url)}: {self.programs[url].tail()}): raise {self.section}.start_timeout_s"
+            )
 
     def restart(self, url: str) -> None:
         """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away."""
@@ -255,6 +250,20 @@ async def is_healthy(url: str, key: str) -> bool:
             return response.status_code == 200
     except (TimeoutError, httpx.TransportError):
         return False
+
+
+def becomes_healthy(url: str, key: str, seconds: float, has_ended: Callable[[], bool]) -> bool:
+    """Wait until a server answers. False if it has ended, or does not answer within this time."""
+    from assay.engine.client import run_sync
+
+    deadline = time.monotonic() + seconds
+    while not has_ended():
+        if run_sync(is_healthy(url, key)):
+            return True
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    return False
 
 
 def plain_environment() -> dict[str, str]:
