@@ -116,7 +116,8 @@ def outcome(recipe: str, seed: int, correct: np.ndarray, ids: list[str] | None =
     statuses = [[Status.OK if right else Status.WRONG] for right in correct]
     names = ids or [str(number) for number in range(len(correct))]
     column = np.asarray(correct, dtype=bool)[:, None]
-    report = Report(names, column, [[None]] * len(names), statuses, np.ones_like(column, int), column & False)
+    lengths = np.ones_like(column, int)
+    report = Report(names, column, [[None]] * len(names), statuses, lengths, column & False, column.astype(float))
     summary = {"before": {"accuracy": 0.3}, "after": report.summary(), "paired": {"p_value": 0.5}, "split": "test"}
     summary |= {"task": "abacus", "wall_s": 9.0, "train_s": 7.0, "steps": 4, "answers": 36, "tokens": 100} | facts
     curve = [{"samples": 9.0 * i, "train_s": 2.0 * i, "accuracy": 0.1 * i + 0.01 * seed} for i in (1, 2, 3)]

@@ -177,7 +177,7 @@ def test_episode_results_are_printed_written_and_added_to(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("engine --shape 7b", "unknown shape '7b'"),
+        ("engine --shape 9b", "unknown shape '9b'"),
         ("engine --new 0", "--new must be at least 1"),
         ("engine --lengths longtail --prompts 9 --requests 8", "must not be above --requests 8"),
         ("engine --shape tiny --device gpu", "unknown device 'gpu'"),

@@ -121,7 +121,7 @@ def test_entropy_control_works_without_any_advantage(small: SmallRuns) -> None:
 
 def test_the_soft_overlong_penalty_uses_the_context_limit(small: SmallRuns) -> None:
     """Where the context leaves less room than sampling.max_new_tokens, that is the limit of an answer."""
-    words = ("--algo.soft_overlong_buffer", 0.9, "--sampling.max_new_tokens", 200, "--model.max_length", 40)
+    words = ("--algo.soft_overlong_buffer", 0.9, "--sampling.max_new_tokens", 40, "--model.max_length", 40)
     assert small.train("--train.steps", 1, *words) == 0
     rollouts = [rollout for group in read_rollouts(small.runs / "small", 1) for rollout in group.rollouts]
     for rollout in rollouts:
