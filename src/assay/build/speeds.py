@@ -21,7 +21,8 @@ from assay.types import Finish, Group, Prompt, Status, Verdict
 T = TypeVar("T")
 FEW_ROWS, MOST_ROWS = 4, 1024  # sequences that are decoded in a measurement
 FEW_POSITIONS, MOST_POSITIONS = 8, 64
-DECODE_S, SAMPLE_S, UPDATE_S = 4.0, 15.0, 6.0  # longest measurements of decoding, of a sample of answers, of updates
+# Longest measurements: of decoding, of prefill, of a sample of answers, of updates.
+DECODE_S, PREFILL_S, SAMPLE_S, UPDATE_S = 4.0, 2.0, 15.0, 6.0
 SAMPLED_PROMPTS, SAMPLED_ANSWERS = 4, 4
 SHORTEST_SAMPLE = 8  # tokens
 SOLUTIONS = 256  # whose lengths are measured
@@ -84,7 +85,9 @@ def measure_decoding(run: TrainingRun, prompts: Sequence[Prompt]) -> Line:
     """Seconds per decoded position by the number of sequences, in the middle of an answer."""
     engine, train = run.collector.engine, run.cfg.train
     ids = run.collector.renderer.all_prompt_ids(prompts[:1])[0]
-    length = min(len(ids) + run.cfg.sampling.max_new_tokens // 2, engine.info.max_length - MOST_POSITIONS - 1)
+    most = min(MOST_POSITIONS, max(run.cfg.sampling.max_new_tokens // 2, 2))
+    middle = len(ids) + run.cfg.sampling.max_new_tokens // 2
+    length = min(middle - most // 2, engine.info.max_length - MOST_POSITIONS - 1)
     context = (ids * ceil(max(length, 1) / len(ids)))[: max(length, 1)]
     rows = min(train.prompts * train.samples, engine.info.max_batch, MOST_ROWS)
 
@@ -93,17 +96,22 @@ def measure_decoding(run: TrainingRun, prompts: Sequence[Prompt]) -> Line:
         return max(long - short, 0.1 * long) / positions
 
     few = min(FEW_ROWS, rows)
-    few_s = per_position(few, FEW_POSITIONS)
+    few_s = per_position(few, min(FEW_POSITIONS, most))
     row_positions = DECODE_S / (few_s / few)  # if the time grows with the rows
     rows = max(min(rows, int(row_positions / FEW_POSITIONS)), few)
-    positions = int(min(max(row_positions / rows, 2), MOST_POSITIONS))
+    positions = int(min(max(row_positions / rows, 2), most))
     return Line.through((few, few_s), (rows, per_position(rows, positions)))
 
 
 def measure_prefill(run: TrainingRun, prompts: Sequence[Prompt]) -> float:
-    """Seconds per token of prompts that are computed together."""
-    contexts = run.collector.renderer.all_prompt_ids(prompts[:SAMPLED_PROMPTS])
-    return measured_line(contexts, len, lambda part: generation_seconds(run, part, 1, 1)).slope
+    """Seconds per token of prompts that are computed together: of all of them, if that is fast."""
+    contexts = run.collector.renderer.all_prompt_ids(prompts)
+
+    def line(count: int) -> Line:
+        return measured_line(contexts[:count], len, lambda part: generation_seconds(run, part, 1, 1))
+
+    few = line(SAMPLED_PROMPTS)
+    return (line(len(contexts)) if few.at(sum(map(len, contexts))) < PREFILL_S else few).slope
 
 
 def measured_line(items: Sequence[T], size: Callable[[T], float], work: Callable[[Sequence[T]], object]) -> Line:
