@@ -47,14 +47,14 @@ def test_the_blocks_of_python_md_run_in_order(capsys: pytest.CaptureFixture[str]
     first = shortened(first, ("steps=60", "steps=2"), ('"steps": 100', '"steps": 30'), ("samples=16", "samples=4"))
     names = executed(first, *others)
     run = names["run"]
-    assert run.summary["steps"] == 2 and len(run.rollouts(1)) == 16 and run.path == Path("runs/sort")
+    assert run.summary["steps"] == 2 and len(run.rollouts(1)) == 16 and run.path == Path("runs/sort").resolve()
     assert [verdict.reward for verdict in names["verdicts"]] == [1.0, 0.0]
     assert names["after"].paired and len(names["answers"]) == 2 and len(names["answers"][0]) == 4
     assert names["longer"].summary["steps"] == 4 and names["longer"].name == "short"
     assert [run.config["optim"]["lr"] for run in names["rates"].values()] == [1e-4, 1e-3]
     shown = capsys.readouterr().out
     assert "evaluated 2" in shown and "saved runs/grpo-3/checkpoints/step-000002" in shown and "ended 2" in shown
-    assert "Settings that differ" in shown and '"id": "run:runs/sort@last"' in shown
+    assert "Settings that differ" in shown and 'runs/sort@last", "object": "model"' in shown
     assert (Path("sort-model") / "config.json").is_file()
     assert {rollout.advantage for group in assay.load_run("grpo-2").rollouts() for rollout in group.rollouts} != {0.0}
 
