@@ -297,6 +297,8 @@ def test_reload_restores_every_view(tab: Tab) -> None:
     for fragment in EVERY_VIEW:
         page = tab.open(fragment.format(run="small"))
         tab.until("!document.querySelector('main').innerText.includes('The doctor is examining')")
+        if "/compare" in fragment:  # the doctor has examined both runs, whose results have one badge each
+            tab.until("document.querySelector('main').innerText.split('1 note').length === 3")
         before, url = tab.text("main"), page.url
         page.reload()
         tab.until(f"document.querySelector('main').innerText === {json.dumps(before)}")

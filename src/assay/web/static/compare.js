@@ -5,7 +5,7 @@ import { Curves, curveControls } from "./curves.js";
 import { evalTitle, pairView } from "./changes.js";
 import { element, formatDuration, formatNumber, visibleText } from "./dom.js";
 import { link, setParameters } from "./route.js";
-import { loadRun } from "./run.js";
+import { loadRun, PENDING_MS } from "./run.js";
 import { flatten } from "./settings.js";
 import { spreadOut } from "./charts.js";
 import { accuracyText, badgePill, empty, intervalText, panel, rowLink, select, statePill, stepsText, table } from "./widgets.js";
@@ -26,10 +26,11 @@ export async function compare({ parameters, signal }) {
   if (parameters.smoothing !== undefined) curves.options.smoothing = Number(parameters.smoothing) || 0;
   curves.options.byTime = parameters.x === "time";
   await curves.load(signal);
-  const view = { parameters: { ...parameters }, details, curves };
+  const results = element("div", {}, resultTable(details, curves));
+  const view = { parameters: { ...parameters }, details, curves, results };
   const parts = [
     head(details),
-    resultTable(details, curves),
+    results,
     differences(details),
     curvePart(view),
     await pairedPart(view, signal),
@@ -38,9 +39,17 @@ export async function compare({ parameters, signal }) {
     title: `Compare ${details.map((one) => one.name).join(", ")}`,
     crumbs,
     parts: [...parts.filter(Boolean)],
-    live: () => details.some((one) => one.state === "running"),
-    refresh: () => curves.reload(),
+    live: () => view.details.some((one) => one.state === "running"),
+    every: () => (view.details.some((one) => one.findings_pending) ? PENDING_MS : null),
+    refresh: () => refresh(view),
   };
+}
+
+async function refresh(view) {
+  await view.curves.reload();
+  if (!view.details.some((one) => one.findings_pending || one.state === "running")) return;
+  view.details = await Promise.all(view.details.map(({ id }) => loadRun(id)));
+  view.results.replaceChildren(resultTable(view.details, view.curves));
 }
 
 function head(details) {

@@ -23,7 +23,7 @@ import {
   timeText,
 } from "./widgets.js";
 
-const PENDING_MS = 500; // between updates while the doctor examines the run
+export const PENDING_MS = 500; // between updates while the doctor examines a run
 export const TABS = [
   ["", "Summary"],
   ["prompts", "Prompts"],
