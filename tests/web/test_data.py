@@ -46,6 +46,13 @@ def test_thinned_curves_keep_all_peaks() -> None:
     assert curve(xs[:100], ys[:100], 100)["x"] == list(range(100))
 
 
+def test_evaluations_are_listed_before_they_are_indexed(tmp_path: Path) -> None:
+    view = RunView("one", standard_run(tmp_path), request_index=lambda view: None)  # it never reads a file
+    detail = view.detail()
+    assert detail["indexed"]["done"] == 0 < detail["indexed"]["total"]
+    assert [(one["label"], one["count"]) for one in detail["evals"]] == [("before", None), ("after", None)]
+
+
 def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
     with Run.create(tmp_path, "one", CONFIG) as run:
         for step in range(1, 9):

@@ -506,7 +506,7 @@ class RunIndex:
         """`pause` is called often while files are read."""
         self.folder, self.pause = folder, pause
         self.store = Store(folder.root)
-        self.names: dict[str, str] = {}  # stamps of the rollout files of the run, in the order in which they are read
+        self.names = dict(self._listed())  # stamps of the rollout files of the run, in the order in which they are read
         self.files: dict[str, IndexedFile] = {}  # by name; replaced if there is a change
         self.problem: str | None = None  # of the index itself
 

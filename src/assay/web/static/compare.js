@@ -27,14 +27,9 @@ export async function compare({ parameters, signal }) {
   curves.options.byTime = parameters.x === "time";
   await curves.load(signal);
   const results = element("div", {}, resultTable(details, curves));
-  const view = { parameters: { ...parameters }, details, curves, results };
-  const parts = [
-    head(details),
-    results,
-    differences(details),
-    curvePart(view),
-    await pairedPart(view, signal),
-  ];
+  const view = { parameters: { ...parameters }, details, curves, results, paired: element("div", {}) };
+  await drawPaired(view, signal);
+  const parts = [head(details), results, differences(details), curvePart(view), view.paired];
   return {
     title: `Compare ${details.map((one) => one.name).join(", ")}`,
     crumbs,
@@ -50,6 +45,7 @@ async function refresh(view) {
   if (!view.details.some((one) => one.findings_pending || one.state === "running")) return;
   view.details = await Promise.all(view.details.map(({ id }) => loadRun(id)));
   view.results.replaceChildren(resultTable(view.details, view.curves));
+  if (!view.hasTest) await drawPaired(view);
 }
 
 function head(details) {
@@ -149,12 +145,17 @@ function runLegend(curves) {
   return element("ul", { class: "legend" }, items);
 }
 
+async function drawPaired(view, signal) {
+  view.paired.replaceChildren(await pairedPart(view, signal));
+}
+
 async function pairedPart(view, signal) {
   const choices = view.details.flatMap((run) =>
     run.evals.map((one) => [`${run.id}|${one.name}`, `${run.name}: ${evalTitle(one)}`, run, one]),
   );
   const finals = view.details.map((run) => lastEval(run)).filter(Boolean);
-  if (finals.length < 2) return panel("Paired test", element("div", { class: "body muted", text: noTest(view.details) }));
+  view.hasTest = finals.length > 1;
+  if (!view.hasTest) return panel("Paired test", element("div", { class: "body muted", text: noTest(view.details) }));
   const { parameters } = view;
   const initial = { ...parameters, a: parameters.a ?? finals[0], b: parameters.b ?? finals[1] };
   const about = element("p", { class: "muted pair-about" });
