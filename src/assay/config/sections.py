@@ -153,6 +153,8 @@ class RewardConfig(Section):
     """confinement of judge processes; auto: strict for built-in judges, file and network access for your own code"""
     pass_env: Annotated[list[str], Resource.VARIABLE] = Field(default_factory=list)
     """environment variables passed to judge processes, e.g. ["OPENAI_API_KEY"]; most others are hidden"""
+    pool: Literal["local", "ray"] = "local"
+    """where judge processes run. local: beside each training process; ray: on all nodes of the Ray cluster"""
 
 
 class EndpointConfig(Section):
@@ -607,6 +609,35 @@ class SGLangConfig(InferenceServerConfig):
     """for engine.sleep_while_training: keep a copy in CPU memory; false: drop weights until the next weight update"""
 
 
+class ClusterConfig(Section):
+    """Processes of a run on the machines of a Ray cluster (extra: ray)."""
+
+    kind: Literal["none", "ray"] = "none"
+    """ray: Ray starts and places training processes and engine servers; none: this process, torchrun or Slurm"""
+    address: Host = ""
+    """a running cluster, as host:port; auto: the one of RAY_ADDRESS or of this machine; empty: a Ray of this run alone"""
+    learners: Positive = 1
+    """training processes, which share each batch"""
+    cpus_per_learner: Positive = 1
+    """cores of each training process"""
+    gpus_per_learner: Annotated[int, Field(ge=0, le=1)] = 0
+    """GPUs of each training process: 1 or none"""
+    engines: Count = 0
+    """engine servers, for the engines assay, vllm and sglang; a change in the run's config.toml applies while it runs"""
+    cpus_per_engine: Positive = 1
+    """cores of each engine server"""
+    gpus_per_engine: Count = 0
+    """GPUs of each engine server"""
+    place: Literal["apart", "colocated"] = "apart"
+    """colocated: server k uses the GPUs of training process k, as engine.sleep_while_training needs"""
+    spread: bool = False
+    """place processes on as many nodes as possible, instead of as few as possible"""
+    restarts: Count = 3
+    """how often training processes are started again from the last checkpoint after one of them has died"""
+    start_timeout_s: Above0 = 300.0
+    """time limit in seconds until the cluster has the resources"""
+
+
 class CommandConfig(Section):
     """Settings of all commands that load a model."""
 
@@ -658,6 +689,7 @@ class TrainConfig(ProblemsConfig):
     log: LogConfig = Field(default_factory=LogConfig)
     engine: TrainingEngineConfig = Field(default_factory=TrainingEngineConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
 
 class MeasureConfig(ProblemsConfig):

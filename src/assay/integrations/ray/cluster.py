@@ -1,0 +1,117 @@
+"""The connection to Ray: a Ray of this run alone, or a running cluster that it joins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+from assay.types import UserError, describe_error, missing_extra, plural
+
+NAMESPACE = "assay"
+MEMBER = "ASSAY_RAY"  # environment variable of the processes of a run: what they must know of the cluster, as JSON
+LOOPBACK = "127.0.0.1"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def ray_package() -> ModuleType:
+    """The package, without reports of its use to its makers."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes without GPUs of Ray keep theirs
+    try:
+        import ray
+    except ImportError:
+        raise missing_extra("cluster.kind = 'ray'", "ray") from None
+    return ray
+
+
+def membership() -> dict[str, Any] | None:
+    """What a process of a run must know of its cluster; None outside of a cluster."""
+    text = os.environ.get(MEMBER)
+    return json.loads(text) if text else None
+
+
+def connect(address: str, say: Callable[[str], None] | None = None) -> str:
+    """Connect this process, unless it is connected; the address of the cluster.
+
+    `address`: of a running cluster, or "auto" for the one that RAY_ADDRESS names or that runs on this machine; empty
+    for a new Ray on this machine, which ends with this process. `say` gets what joining a cluster exposes.
+    """
+    ray = ray_package()
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    given: dict[str, Any] = {"address": address or "local"}
+    if not address:
+        given |= {"include_dashboard": False, "_node_ip_address": LOOPBACK}
+    else:
+        given |= {"_node_ip_address": own} if (own := (membership() or {}).get("node")) else {}
+    try:
+        with _own_signals(), _loopback(ray, not address or address.startswith(LOOPBACK)):
+            ray.init(**given, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        where = f"cluster.address = '{address}'" if address else "a Ray on this machine"
+        remedy = "start a cluster with `ray start --head`, or leave cluster.address empty" if address else "see above"
+        raise UserError(f"cannot connect to {where} ({describe_error(error)[:300]}): {remedy}") from error
+    found = ray.get_runtime_context().gcs_address
+    if address and say is not None:
+        say(exposure(found))
+    return found
+
+
+def exposure(address: str) -> str:
+    """What a run opens to others when it joins a cluster that was started by somebody else."""
+    return (
+        f"joining the Ray cluster at {address}: whoever can submit jobs there can run programs as you on its machines, "
+        "read the prompts, answers and weights of this run, and stop it"
+    )
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the signal handlers of this process, which Ray replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _loopback(ray: ModuleType, wanted: bool) -> Iterator[None]:
+    """Let Ray use the loopback address. It replaces it by another address of this machine, and listens on all."""
+    services = getattr(ray._private, "services", None)
+    resolve = getattr(services, "resolve_ip_for_localhost", None)
+    if not wanted or resolve is None:
+        yield
+        return
+    services.resolve_ip_for_localhost = lambda host: host  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = resolve  # type: ignore[union-attr]
+
+
+def disconnect() -> None:
+    ray = ray_package()
+    with suppress(Exception):
+        ray.shutdown()
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The nodes that are alive."""
+    return [node for node in ray_package().nodes() if node["Alive"]]
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """E.g. "8 CPUs and 1 GPU"."""
+    shown = [plural(int(resources.get(kind, 0)), kind) for kind in ("CPU", "GPU")]
+    return " and ".join(shown)
