@@ -47,9 +47,38 @@ def check_settings(cfg: TrainConfig) -> None:
         sizes = f"{cfg.train.prompts:,} prompts x {cfg.train.samples:,} samples"
         what = f"{sizes} are {answers:,} answers per step, more than {MAX_ANSWERS:,}"
         raise UserError(Problem(what, "lower train.prompts or train.samples"))
+    check_cluster(cfg)
     if cfg.train.stop_early and (not cfg.eval.every or cfg.eval.split == "test"):
         what = "train.stop_early needs periodic evaluations on problems that are not the test split"
         raise UserError(Problem(what, "set eval.every, and eval.split = 'validation'"))
+
+
+SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of the settings, by engine
+
+
+def check_cluster(cfg: TrainConfig) -> None:
+    """Raise if settings contradict `cluster`."""
+    cluster, engine = cfg.cluster, cfg.engine
+    if cluster.kind == "none":
+        if changed := sorted(cluster.model_fields_set - {"kind"}):
+            raise UserError(Problem(f"cluster.{changed[0]} has no effect", "set cluster.kind = 'ray'"))
+        return
+    if not cluster.engines:
+        return
+    if engine.name not in SERVER_SECTIONS:
+        what = f"cluster.engines = {cluster.engines}, but engine {engine.name} has no servers"
+        raise UserError(Problem(what, "set engine.name to assay, vllm or sglang, or cluster.engines = 0"))
+    section = SERVER_SECTIONS[engine.name]
+    settings = getattr(cfg, section)
+    if changed := [key for key in ("urls", "servers", "devices", "port") if key in settings.model_fields_set]:
+        what = f"{section}.{changed[0]} has no use with cluster.engines, for which Ray chooses nodes and GPUs"
+        raise UserError(Problem(what, "leave one of them out"))
+    if engine.sleep_while_training and cluster.place == "apart":
+        what = "engine.sleep_while_training has no use for servers with GPUs of their own"
+        raise UserError(Problem(what, "set cluster.place = 'colocated', or leave it out"))
+    if engine.name == "assay" and cluster.gpus_per_engine > 1:
+        what = f"cluster.gpus_per_engine = {cluster.gpus_per_engine}, but a server of the engine assay uses one GPU"
+        raise UserError(Problem(what, "set it to 1 and raise cluster.engines, or use the engine vllm"))
 
 
 def check_sizes(cfg: TrainConfig, context: int, hidden: int = 0) -> None:

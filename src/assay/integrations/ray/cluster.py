@@ -22,7 +22,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def ray_package() -> ModuleType:
     """The package, without reports of its use to its makers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes without GPUs of Ray keep theirs
     try:
         import ray
     except ImportError:
@@ -47,6 +46,7 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
         return ray.get_runtime_context().gcs_address
     given: dict[str, Any] = {"address": address or "local"}
     if not address:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, which Ray announces unless it is set
         given |= {"include_dashboard": False, "_node_ip_address": LOOPBACK}
     else:
         given |= {"_node_ip_address": own} if (own := (membership() or {}).get("node")) else {}
