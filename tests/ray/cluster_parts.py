@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from process_tree import table
 from small_run import SmallRuns
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -33,6 +34,7 @@ class Nodes:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
         self.cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **self._node(0)})
         self.nodes = [self.cluster.head_node]
+        self.lost: set[int] = set()
         for _ in range(1, count):
             self.add()
 
@@ -44,6 +46,7 @@ class Nodes:
 
     def kill(self, number: int) -> None:
         """End the processes of a node, as if its power failed."""
+        self.lost.add(number)
         self.cluster.remove_node(self.nodes[number], allow_graceful=False)
 
     @property
@@ -108,7 +111,7 @@ class ClusterRun:
         return self._programs(" serve ")
 
     def learners(self) -> list[int]:
-        return [pid for pid in self._programs(" train ") if pid != self.process.pid]
+        return [pid for pid in self._programs(" train ") if actor_of(pid)]
 
     def actors(self) -> list[int]:
         """The actors of learners and servers."""
@@ -124,11 +127,21 @@ class ClusterRun:
         self.process.wait()
 
 
+def actor_of(pid: int) -> int:
+    """The actor that hosts a program; 0 if there is none."""
+    processes = table()
+    while pid and not processes.get(pid, (0, "", ""))[2].startswith("ray::"):
+        pid = processes.get(pid, (0, "", ""))[0]
+    return pid
+
+
 def commands() -> dict[int, str]:
     """Command lines of all processes that run."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
     return found

@@ -118,12 +118,12 @@ def on_cluster(cfg: TrainConfig, path: Path, first: Sequence[str], args: argpars
     from assay.checks.settings import check_settings
 
     check_settings(cfg)
-    from assay.integrations.ray.learners import Commands, drive
+    from assay.integrations.ray.learners import Commands, launch
 
     settings = [word for word in args.settings if word.partition("=")[0] != "--name"]
     again = ["--resume", str(path.resolve()), "--trust"]
     commands = Commands(["train", *first, *settings], ["train", *again, *settings], path.resolve())
-    return drive(cfg, commands, console.note)
+    return launch(cfg, commands, console.note)
 
 
 def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:

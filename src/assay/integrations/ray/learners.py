@@ -1,9 +1,11 @@
-"""`assay train` with cluster.kind = "ray": this process asks Ray for resources, and starts and watches the training
+"""`assay train` with cluster.kind = "ray": a driver asks Ray for resources, and starts and watches the training
 processes ("learners"), which run the same command as with torchrun.
 
 Each learner is a program in an actor. They train as one process group: if one dies, all are started again and resume
 from the last checkpoint, `cluster.restarts` times. The output of the first learner is shown, and that of all is stored
 in the folder `ray-logs` beside the runs. Engine servers belong to the first learner (see `servers`).
+
+The driver is a process of its own, because Ray ends every process that loses the head of its cluster.
 
 Not with `ray.train`: it runs the training function in a thread of its actors, where it would get no signals to save and
 stop, and its failure policy knows only checkpoints of its own.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +36,12 @@ from assay.integrations.ray.cluster import (
     ray_package,
 )
 from assay.integrations.ray.programs import HostedProgram
+from assay.system.isolation import die_with_parent
+from assay.system.spawn import exit_reason
 from assay.types import UserError, excerpt, plural
 
 POLL_S = 0.2
+DRIVER = "ASSAY_RAY_DRIVER"  # environment variable of the driver
 ANSWER_S = 60.0  # time limit of an actor's answer
 LAST_WORDS_S = 20.0  # for the other learners to end, and for Ray to report dead nodes, after one has ended
 STOPPED = ("killed by SIGTERM", "killed by SIGINT")  # also the exit codes of learners that saved before they ended
@@ -70,6 +76,32 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def launch(cfg: TrainConfig, commands: Commands, say: Callable[[str], None]) -> int:
+    """Train on the cluster, with a driver that survives neither this process nor the head of the cluster."""
+    if os.environ.get(DRIVER):
+        die_with_parent(signal.SIGTERM)
+        return drive(cfg, commands, say)
+    ray_package()
+    stop = Stop()
+    quiet = {"RAY_BACKEND_LOG_LEVEL": "fatal"} if cfg.cluster.address else {}
+    command = [sys.executable, "-m", "assay", *commands.first]
+    # In a session of its own: a Ctrl-C reaches the learners once.
+    driver = subprocess.Popen(command, env={**os.environ, **quiet, DRIVER: "1"}, start_new_session=True)
+    with stop.listening():
+        while driver.poll() is None:
+            while stop.sent < len(stop.requested):
+                driver.send_signal(stop.requested[stop.sent])
+                stop.sent += 1
+            time.sleep(POLL_S)
+    code = driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
+    if code in (0, int(ERROR.split()[-1])) or stop.requested:
+        return code
+    raise UserError(
+        f"the connection to the Ray cluster was lost ({exit_reason(code)}): its head has ended, or cannot be reached; "
+        f"start the cluster again, and resume with: assay train --resume {commands.run}"
+    )
 
 
 def drive(cfg: TrainConfig, commands: Commands, say: Callable[[str], None]) -> int:
