@@ -85,10 +85,9 @@ def launch(cfg: TrainConfig, commands: Commands, say: Callable[[str], None]) -> 
         return drive(cfg, commands, say)
     ray_package()
     stop = Stop()
-    quiet = {"RAY_BACKEND_LOG_LEVEL": "fatal"} if cfg.cluster.address else {}
     command = [sys.executable, "-m", "assay", *commands.first]
     # In a session of its own: a Ctrl-C reaches the learners once.
-    driver = subprocess.Popen(command, env={**os.environ, **quiet, DRIVER: "1"}, start_new_session=True)
+    driver = subprocess.Popen(command, env={**os.environ, DRIVER: "1"}, start_new_session=True)
     with stop.listening():
         while driver.poll() is None:
             while stop.sent < len(stop.requested):
