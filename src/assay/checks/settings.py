@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from assay.checks.causes import Diagnosis, now
 from assay.checks.diagnosis import explain_leakage
 from assay.config import EnvConfig, ModelConfig, RewardConfig, TrainConfig
@@ -60,7 +62,7 @@ def check_cluster(cfg: TrainConfig) -> None:
     """Raise if settings contradict `cluster`."""
     cluster, engine = cfg.cluster, cfg.engine
     if cluster.kind == "none":
-        if changed := sorted(cluster.model_fields_set - {"kind"}):
+        if changed := changed_keys(cluster):
             raise UserError(Problem(f"cluster.{changed[0]} has no effect", "set cluster.kind = 'ray'"))
         return
     if not cluster.engines:
@@ -70,7 +72,7 @@ def check_cluster(cfg: TrainConfig) -> None:
         raise UserError(Problem(what, "set engine.name to assay, vllm or sglang, or cluster.engines = 0"))
     section = SERVER_SECTIONS[engine.name]
     settings = getattr(cfg, section)
-    if changed := [key for key in ("urls", "servers", "devices", "port") if key in settings.model_fields_set]:
+    if changed := [key for key in ("urls", "servers", "devices", "port") if key in changed_keys(settings)]:
         what = f"{section}.{changed[0]} has no use with cluster.engines, for which Ray chooses nodes and GPUs"
         raise UserError(Problem(what, "leave one of them out"))
     if engine.sleep_while_training and cluster.place == "apart":
@@ -79,6 +81,12 @@ def check_cluster(cfg: TrainConfig) -> None:
     if engine.name == "assay" and cluster.gpus_per_engine > 1:
         what = f"cluster.gpus_per_engine = {cluster.gpus_per_engine}, but a server of the engine assay uses one GPU"
         raise UserError(Problem(what, "set it to 1 and raise cluster.engines, or use the engine vllm"))
+
+
+def changed_keys(section: BaseModel) -> list[str]:
+    """The settings of a section that differ from their defaults."""
+    defaults = type(section)()
+    return [key for key in type(section).model_fields if getattr(section, key) != getattr(defaults, key)]
 
 
 def check_sizes(cfg: TrainConfig, context: int, hidden: int = 0) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,7 @@ LAST_WORDS_S = 20.0  # for the other learners to end, and for Ray to report dead
 STOPPED = ("killed by SIGTERM", "killed by SIGINT")  # also the exit codes of learners that saved before they ended
 ERROR = "exit code 2"  # of a learner that has reported what the user should change
 DONE = "exit code 0"
+DUMPS = re.compile(r"(?m)^.*\[state-dump\].*\n")  # of Ray, when a node is lost
 
 
 @dataclass
@@ -298,7 +300,7 @@ class Learners:
             with self.logs[rank].open("ab") as log:
                 log.write(output)
             if rank == 0:
-                print(output.decode(errors="replace"), end="", flush=True)
+                print(DUMPS.sub("", output.decode(errors="replace")), end="", flush=True)
             if not output:
                 return ended
 
