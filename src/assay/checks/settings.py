@@ -60,27 +60,34 @@ SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of 
 
 def check_cluster(cfg: TrainConfig) -> None:
     """Raise if settings contradict `cluster`."""
-    cluster, engine = cfg.cluster, cfg.engine
-    if cluster.kind == "none":
-        if changed := changed_keys(cluster):
-            raise UserError(Problem(f"cluster.{changed[0]} has no effect", "set cluster.kind = 'ray'"))
+    cluster = cfg.cluster
+    if cluster.kind == "none" and (changed := changed_keys(cluster)):
+        raise UserError(Problem(f"cluster.{changed[0]} has no effect", "set cluster.kind = 'ray'"))
+    if cluster.kind == "none" or not cluster.engines:
         return
-    if not cluster.engines:
-        return
-    if engine.name not in SERVER_SECTIONS:
-        what = f"cluster.engines = {cluster.engines}, but engine {engine.name} has no servers"
-        raise UserError(Problem(what, "set engine.name to assay, vllm or sglang, or cluster.engines = 0"))
-    section = SERVER_SECTIONS[engine.name]
-    settings = getattr(cfg, section)
-    if changed := [key for key in ("urls", "servers", "devices", "port") if key in changed_keys(settings)]:
-        what = f"{section}.{changed[0]} has no use with cluster.engines, for which Ray chooses nodes and GPUs"
-        raise UserError(Problem(what, "leave one of them out"))
-    if engine.sleep_while_training and cluster.place == "apart":
-        what = "engine.sleep_while_training has no use for servers with GPUs of their own"
-        raise UserError(Problem(what, "set cluster.place = 'colocated', or leave it out"))
-    if engine.name == "assay" and cluster.gpus_per_engine > 1:
+    check_placed_servers(cfg, "cluster.engines", apart=cluster.place == "apart")
+    if cfg.engine.name == "assay" and cluster.gpus_per_engine > 1:
         what = f"cluster.gpus_per_engine = {cluster.gpus_per_engine}, but a server of the engine assay uses one GPU"
         raise UserError(Problem(what, "set it to 1 and raise cluster.engines, or use the engine vllm"))
+
+
+def check_placed_servers(cfg: TrainConfig, option: str, apart: bool = True) -> None:
+    """Raise if settings contradict servers that a cluster places, as `option` demands. `apart`: not beside learners."""
+    engine = cfg.engine
+    if engine.name not in SERVER_SECTIONS:
+        what = f"{option}: engine {engine.name} has no servers"
+        raise UserError(Problem(what, f"set engine.name to assay, vllm or sglang, or leave out {option}"))
+    section = SERVER_SECTIONS[engine.name]
+    changed = changed_keys(getattr(cfg, section))
+    if "urls" in changed:
+        what = f"{option} starts servers, and {section}.urls names running ones"
+        raise UserError(Problem(what, "leave out one of them"))
+    if placed := [key for key in ("servers", "devices", "port") if key in changed]:
+        what = f"{section}.{placed[0]} is for servers on the trainer's node, and {option} starts them elsewhere"
+        raise UserError(Problem(what, "leave it out"))
+    if engine.sleep_while_training and apart:
+        what = f"engine.sleep_while_training has no use with {option}, where servers have GPUs of their own"
+        raise UserError(Problem(what, "leave it out"))
 
 
 def changed_keys(section: BaseModel) -> list[str]:
