@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster_parts import ClusterRun, Nodes
+from cluster_parts import ClusterRun, Nodes, commands
 from safetensors.torch import load_file
 from small_run import SmallRuns
 
@@ -49,7 +50,7 @@ def test_the_number_of_servers_follows_the_settings(tmp_path: Path) -> None:
     words = ["--train.steps", 400, "--source", "async", "--engine", "assay", "--eval.every", 0, "--save.every", 100]
     with closing(ClusterRun(runs, *words, "--cluster.engines", 1)) as run:
         run.reach(2, serving=1)
-        assert listening_addresses() <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        assert listening_addresses(run.servers()) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
         for engines in (3, 1):
             set_engines(run, engines)
             run.wait_until(lambda wanted=engines: run.last.get("servers/serving") == wanted)
@@ -69,12 +70,11 @@ def set_engines(run: ClusterRun, count: int) -> None:
     os.replace(run.path / "new.toml", file)
 
 
-def listening_addresses() -> set[str]:
-    """Addresses on which processes of Ray listen."""
-    import subprocess
-
+def listening_addresses(servers: list[int]) -> set[str]:
+    """Addresses on which processes of Ray and engine servers listen."""
+    mine = "|".join(["ray", "gcs_server", *(f"pid={pid}," for pid in servers)])
     lines = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {line.split()[3].rpartition(":")[0].strip("[]") for line in lines if re.search(r"ray|gcs_server", line)}
+    return {line.split()[3].rpartition(":")[0].strip("[]") for line in lines if re.search(mine, line)}
 
 
 def test_keys_are_not_in_the_logs_of_ray(tmp_path: Path) -> None:
@@ -89,10 +89,4 @@ def test_keys_are_not_in_the_logs_of_ray(tmp_path: Path) -> None:
         files = [*session.rglob("*"), *(tmp_path / "runs").rglob("*"), run.output]
         holding = [file for file in files if file.is_file() and key in file.read_bytes()]
         assert len(files) > 10 and not holding
-        assert not [pid for pid, line in run_commands() if key.decode() in line]
-
-
-def run_commands() -> list[tuple[int, str]]:
-    from cluster_parts import commands
-
-    return list(commands().items())
+        assert not [line for line in commands().values() if key.decode() in line]

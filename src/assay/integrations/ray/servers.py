@@ -56,6 +56,7 @@ class RayServer:
             for folder, files in self.servers.files.items():
                 self.actor.write.remote(folder, files)
             launched = self.servers.launched
+            launched.host = self.node
             command, environment = self.servers.command(self.index, port), dict(launched._environment(self.index))
             changes = {name: value for name, value in environment.items() if os.environ.get(name) != value}
             changes.pop(KEY, None)
