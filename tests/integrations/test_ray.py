@@ -12,10 +12,12 @@ import pytest
 from small_run import SmallRuns
 from waiting import comes_true
 
+from assay.build.run import new_run
 from assay.checks.settings import check_settings
 from assay.config import ClusterConfig, TrainConfig
 from assay.config.settings import load_settings
 from assay.integrations.ray import cluster, learners, programs, servers
+from assay.runs.console import make_console
 from assay.types import UserError
 
 
@@ -29,7 +31,6 @@ def settings(*words: str) -> TrainConfig:
 @pytest.mark.parametrize(
     ("words", "message"),
     {
-        "no kind": (["--cluster.kind=none"], "cluster.engines has no effect: set cluster.kind = 'ray'"),
         "no servers": (["--engine.name=native"], "engine native has no servers"),
         "running ones": (['--server.urls=["http://n1:8000"]'], "server.urls names running ones"),
         "a port": (["--server.port=8000"], "server.port is for servers on the trainer's node"),
@@ -52,6 +53,11 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert SmallRuns(tmp_path).train("--cluster.kind", "ray") == 2
     assert "cluster.kind = 'ray' needs the ray extra" in capfd.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_in_python_is_not_one_of_a_cluster(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is for the command line"):
+        new_run(load_settings(TrainConfig, SmallRuns(tmp_path).config, {"cluster.kind": "ray"}), make_console())
 
 
 def test_resources_of_learners_and_servers() -> None:

@@ -5,6 +5,7 @@ Both call `assemble`, which builds every component and checks the inputs. So doe
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,7 +47,7 @@ from assay.checks.settings import (
     data_problems,
     settings_problems,
 )
-from assay.config import RewardConfig, TrainConfig
+from assay.config import CLUSTER_MEMBER, RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
 from assay.mesh import Mesh
@@ -81,6 +82,7 @@ CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start
 def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     """Build a run from its settings. Errors in the settings are raised before the run directory is created."""
     started = time.perf_counter()
+    require_command_line(cfg)
     mesh = start_mesh(cfg)
     planned = mesh.on_main(lambda: planned_name(cfg, console))
     run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
@@ -97,6 +99,12 @@ def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     return run
 
 
+def require_command_line(cfg: TrainConfig) -> None:
+    """Raise a `UserError` if Ray has to start training processes, which only `assay train` asks it to."""
+    if cfg.cluster.kind == "ray" and not os.environ.get(CLUSTER_MEMBER):
+        raise UserError("cluster.kind = 'ray' is for the command line, `assay train`: leave it out here")
+
+
 def planned_name(cfg: TrainConfig, console: Console) -> str:
     """The name of the new run. Raises unless the run can be created."""
     wanted = cfg.name or "run"
@@ -111,6 +119,7 @@ def planned_name(cfg: TrainConfig, console: Console) -> str:
 def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
     """Resume a run from its last intact checkpoint. Everything that was written after that checkpoint is deleted."""
     started = time.perf_counter()
+    require_command_line(cfg)
     mesh, path = start_mesh(cfg), directory.path
     step = last_checkpoint(cfg, path, mesh, console)
     source, base_damaged = resumed_model(cfg, path, step, mesh, console)

@@ -61,8 +61,6 @@ SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of 
 def check_cluster(cfg: TrainConfig) -> None:
     """Raise if settings contradict `cluster`."""
     cluster = cfg.cluster
-    if cluster.kind == "none" and (changed := changed_keys(cluster)):
-        raise UserError(Problem(f"cluster.{changed[0]} has no effect", "set cluster.kind = 'ray'"))
     if cluster.kind == "none" or not cluster.engines:
         return
     check_placed_servers(cfg, "cluster.engines", apart=cluster.place == "apart")
@@ -173,7 +171,9 @@ def run_facts(cfg: TrainConfig, algo: Algorithm) -> RunFacts:
 
 
 def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple[str, Sequence[str]]]:
-    """Settings of an environment without one; reward settings, for an environment that computes all rewards itself."""
+    """Settings of a cluster or an environment without one; reward settings, for an environment that computes them."""
+    if cfg.cluster.kind == "none":
+        yield "set cluster.kind = 'ray'", [f"cluster.{key}" for key in changed_keys(cfg.cluster)]
     if not cfg.env.name:
         yield "no environment is set (env.name)", [f"env.{name}" for name in EnvConfig.model_fields if name != "name"]
     if isinstance(task, Env) and not task.judged:

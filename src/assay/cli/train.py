@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.config import LoopConfig, TrainConfig
+from assay.config import CLUSTER_MEMBER, LoopConfig, TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
 from assay.runs.console import Console, asker, finite, make_console, percent
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
-CLUSTER_MEMBER = "ASSAY_RAY"  # environment variable of the training processes on a cluster
 LATEST, NOTABLE = 10, 0.05  # training steps, and the difference in accuracy, that are compared with an evaluation
 HEADINGS = {"error": "no gain", "warning": "problem", "note": "note"}  # of causes, by severity
 

@@ -2,6 +2,7 @@
 
 from assay.config.algorithm import AlgoConfig
 from assay.config.sections import (
+    CLUSTER_MEMBER,
     ClusterConfig,
     CriticConfig,
     EndpointConfig,

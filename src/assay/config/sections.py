@@ -609,6 +609,9 @@ class SGLangConfig(InferenceServerConfig):
     """for engine.sleep_while_training: keep a copy in CPU memory; false: drop weights until the next weight update"""
 
 
+CLUSTER_MEMBER = "ASSAY_RAY"  # environment variable of the processes of a run on a cluster, which describes it as JSON
+
+
 class ClusterConfig(Section):
     """Processes of a run on the machines of a Ray cluster (extra: ray)."""
 

@@ -11,8 +11,8 @@ Engine nodes are hosts that only generate and share a folder with the trainer. E
 
 As on its own host, only the trainer decides when a server is started again (see `SupervisedServers`).
 
-On a Ray cluster, which the environment variable `RAY` describes, `assay.integrations.ray.servers` starts them. Their
-number may change, and a server that is started again has another URL.
+On a Ray cluster, which the environment variable `CLUSTER_MEMBER` describes, `assay.integrations.ray.servers` starts
+them. Their number may change, and a server that is started again has another URL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from assay.config import InferenceServerConfig, RemoteEngineConfig
+from assay.config import CLUSTER_MEMBER, InferenceServerConfig, RemoteEngineConfig
 from assay.engine.base import EngineOptions
 from assay.engine.remote.transport import FolderTransport
 from assay.models.base import PolicyModel
@@ -52,7 +52,6 @@ HEALTH_S = 5.0  # time limit of the answer to this question
 POLL_S = 0.1  # between two questions whether a server has started
 ENGINE_NODES = "ASSAY_ENGINE_NODES"  # environment variable with the folder
 NODES_POLL_S = 0.5  # between two looks for files of the nodes
-RAY = "ASSAY_RAY"  # environment variable that describes the cluster, as JSON
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 SaveTokenizer = Callable[[Path], object]  # writes the tokenizer into a folder
@@ -66,7 +65,7 @@ def nodes_folder() -> Path | None:
 
 def cluster_engines() -> int:
     """The number of servers that the run starts with on a Ray cluster; 0 outside of one."""
-    return json.loads(os.environ[RAY])["cluster"]["engines"] if os.environ.get(RAY) else 0
+    return json.loads(os.environ[CLUSTER_MEMBER])["cluster"]["engines"] if os.environ.get(CLUSTER_MEMBER) else 0
 
 
 def with_engine_nodes(settings: RemoteEngineConfig) -> RemoteEngineConfig:

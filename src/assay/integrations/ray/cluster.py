@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+from assay.config import CLUSTER_MEMBER
 from assay.types import UserError, describe_error, missing_extra, plural
 
 NAMESPACE = "assay"
-MEMBER = "ASSAY_RAY"  # environment variable of the processes of a run: what they must know of the cluster, as JSON
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -31,7 +31,7 @@ def ray_package() -> ModuleType:
 
 def membership() -> dict[str, Any] | None:
     """What a process of a run must know of its cluster; None outside of a cluster."""
-    text = os.environ.get(MEMBER)
+    text = os.environ.get(CLUSTER_MEMBER)
     return json.loads(text) if text else None
 
 

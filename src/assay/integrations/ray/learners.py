@@ -26,10 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from assay.config import ClusterConfig, TrainConfig
+from assay.config import CLUSTER_MEMBER, ClusterConfig, TrainConfig
 from assay.engine.remote.launch import module_environment
 from assay.integrations.ray.cluster import (
-    MEMBER,
     SIGNALS,
     connect,
     describe_resources,
@@ -260,7 +259,7 @@ class Learners:
                 "MASTER_PORT": places[0]["ports"][0],
                 "PYTHONUNBUFFERED": 1,
                 "PYTHONPATH": module_environment()["PYTHONPATH"],
-                MEMBER: json.dumps(shared | {"node": place["node"]}),
+                CLUSTER_MEMBER: json.dumps(shared | {"node": place["node"]}),
             }
             command = [sys.executable, "-m", "assay", *words]
             started.append(actor.start.remote(command, {key: str(value) for key, value in environment.items()}))
