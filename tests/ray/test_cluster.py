@@ -20,14 +20,17 @@ pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 FLOAT64 = ["--dtype", "float64", "--engine.dtype", "float64"]
 
 
-def test_a_run_on_three_nodes_equals_that_of_torchrun(tmp_path: Path, cluster: Nodes) -> None:
+def test_a_run_on_three_nodes_equals_that_of_torchrun(
+    tmp_path: Path, cluster: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = SmallRuns(tmp_path)
     words = ["--train.steps", 4, "--train.prompts", 4, "--engine", "assay", *FLOAT64]
     launched = runs.launch(2, "train", runs.config, "--name", "torchrun", *words, "--server.servers", 2)
     said, _ = launched.communicate(timeout=240)
     assert launched.returncode == 0, said
     sizes = ["--cluster.learners", 2, "--cluster.engines", 2, "--cluster.spread", "true"]
-    with closing(ClusterRun(runs, "--cluster.address", cluster.address, *sizes, *words)) as run:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with closing(ClusterRun(runs, "--cluster.address", "auto", *sizes, *words)) as run:
         assert run.ended() == 0, run.said
     assert "joining the Ray cluster" in run.said and "Traceback" not in run.said
     mine, other = (

@@ -270,7 +270,7 @@ class SGLangEngine(PausableEngine):
         kind = settings.transport
         single = all(served.workers == 1 for served in self.served.values())
         if kind == "nccl":
-            return self.joined(GroupTransport(device, dtype, settings.nccl_host))
+            return self.joined(GroupTransport(device, dtype, self.nccl_host()))
         if kind == "ipc" and (device.type != "cuda" or not single):
             need = "servers with one worker each" if device.type == "cuda" else "a GPU"
             raise UserError(f"sglang.transport = 'ipc' needs {need}: use 'folder'")

@@ -290,7 +290,7 @@ class VLLMEngine(PausableEngine):
         kind = settings.transport
         extended = all(served.has_extension for served in self.served.values())
         if kind == "nccl":
-            return self.joined(NcclTransport(device, dtype, settings.nccl_host))
+            return self.joined(NcclTransport(device, dtype, self.nccl_host()))
         if kind in ("auto", "ipc") and device.type == "cuda" and extended:
             shared = IpcTransport(device, dtype)
             with self.reading("no description of its GPU"):

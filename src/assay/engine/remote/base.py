@@ -191,6 +191,11 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             return self.launched.transport(dtype, self.size)
         return FolderTransport(self.settings.folder, dtype, self.size)
 
+    def nccl_host(self) -> str:
+        """The address of this host for servers that take part in collective operations."""
+        own = self.launched.cluster.node if self.launched is not None and self.launched.cluster else ""
+        return own or self.settings.nccl_host
+
     @abstractmethod
     async def _sample(self, batch: SampleBatch) -> None:
         """Request the samples of `batch` from its server, and finish each after `_checked`.

@@ -44,6 +44,8 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
     ray = ray_package()
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
     given: dict[str, Any] = {"address": address or "local"}
     local = not address or address.startswith(LOOPBACK)
     if not address:

@@ -95,6 +95,7 @@ class RayServers:
     def __init__(self, launched: LaunchedServers, command: Command) -> None:
         self.ray, self.launched, self.command = ray_package(), launched, command
         self.member = membership() or {}
+        self.node: str = self.member["node"]
         connect(self.member["address"])
         self.settings: dict[str, Any] = self.member["cluster"]
         self.files = {str(folder): read_files(folder) for folder in launched.folder.iterdir() if folder.is_dir()}
@@ -196,8 +197,8 @@ class RayServers:
 
     def other_nodes(self) -> Iterable[RayServer]:
         """One server of each node but this one."""
-        own = self.member["node"]
-        return {server.node: server for server in self.slots.values() if server.key and server.node != own}.values()
+        servers = [server for server in self.slots.values() if server.key and server.node != self.node]
+        return {server.node: server for server in servers}.values()
 
 
 class CopiedFolder(FolderTransport):
