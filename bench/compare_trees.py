@@ -154,7 +154,13 @@ class Worker:
         self.stack.callback(server.wait)
         self.stack.callback(server.terminate)
         assert server.stderr is not None
-        url = next(found[1] for line in server.stderr if (found := re.search(r"at (http://\S+)/v1", line)))
+        line, found = "", None
+        for line in server.stderr:
+            if found := re.search(r"at (http://\S+)/v1", line):
+                break
+        if not found:
+            sys.exit(f"the server did not start: {line}")
+        url = found[1]
         threading.Thread(target=server.stderr.read, daemon=True).start()  # or the server blocks when the pipe is full
         clients, new, rounds = values["clients"], values["new"], values["rounds"]
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from assay.checks.causes import Diagnosis, now
 from assay.checks.diagnosis import explain_leakage
 from assay.config import EnvConfig, ModelConfig, RewardConfig, TrainConfig
@@ -47,9 +49,51 @@ def check_settings(cfg: TrainConfig) -> None:
         sizes = f"{cfg.train.prompts:,} prompts x {cfg.train.samples:,} samples"
         what = f"{sizes} are {answers:,} answers per step, more than {MAX_ANSWERS:,}"
         raise UserError(Problem(what, "lower train.prompts or train.samples"))
+    check_cluster(cfg)
     if cfg.train.stop_early and (not cfg.eval.every or cfg.eval.split == "test"):
         what = "train.stop_early needs periodic evaluations on problems that are not the test split"
         raise UserError(Problem(what, "set eval.every, and eval.split = 'validation'"))
+
+
+SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of the settings, by engine
+
+
+def check_cluster(cfg: TrainConfig) -> None:
+    """Raise if settings contradict `cluster`."""
+    cluster = cfg.cluster
+    if cluster.kind == "none" and (changed := changed_keys(cluster)):
+        raise UserError(Problem(f"cluster.{changed[0]} has no effect", "set cluster.kind = 'ray'"))
+    if cluster.kind == "none" or not cluster.engines:
+        return
+    check_placed_servers(cfg, "cluster.engines", apart=cluster.place == "apart")
+    if cfg.engine.name == "assay" and cluster.gpus_per_engine > 1:
+        what = f"cluster.gpus_per_engine = {cluster.gpus_per_engine}, but a server of the engine assay uses one GPU"
+        raise UserError(Problem(what, "set it to 1 and raise cluster.engines, or use the engine vllm"))
+
+
+def check_placed_servers(cfg: TrainConfig, option: str, apart: bool = True) -> None:
+    """Raise if settings contradict servers that a cluster places, as `option` demands. `apart`: not beside learners."""
+    engine = cfg.engine
+    if engine.name not in SERVER_SECTIONS:
+        what = f"{option}: engine {engine.name} has no servers"
+        raise UserError(Problem(what, f"set engine.name to assay, vllm or sglang, or leave out {option}"))
+    section = SERVER_SECTIONS[engine.name]
+    changed = changed_keys(getattr(cfg, section))
+    if "urls" in changed:
+        what = f"{option} starts servers, and {section}.urls names running ones"
+        raise UserError(Problem(what, "leave out one of them"))
+    if placed := [key for key in ("servers", "devices", "port") if key in changed]:
+        what = f"{section}.{placed[0]} is for servers on the trainer's node, and {option} starts them elsewhere"
+        raise UserError(Problem(what, "leave it out"))
+    if engine.sleep_while_training and apart:
+        what = f"engine.sleep_while_training has no use with {option}, where servers have GPUs of their own"
+        raise UserError(Problem(what, "leave it out"))
+
+
+def changed_keys(section: BaseModel) -> list[str]:
+    """The settings of a section that differ from their defaults."""
+    defaults = type(section)()
+    return [key for key in type(section).model_fields if getattr(section, key) != getattr(defaults, key)]
 
 
 def check_sizes(cfg: TrainConfig, context: int, hidden: int = 0) -> None:

@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from shlex import join, quote
 
+from assay.checks.settings import SERVER_SECTIONS, check_placed_servers
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs.directory import as_name, check_name
@@ -27,7 +28,6 @@ TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", re.IGNORECASE)
 MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 MAX_GRACE = 65535  # seconds: Slurm's limit
 WARNING_TOLERANCE = 60  # seconds by which Slurm may send its signal too early
-SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of the settings, by engine
 REQUEUE_MARGIN = 30  # seconds before the limit at which a run that has not saved yet is requeued anyway
 
 
@@ -118,33 +118,15 @@ def check_engines(args: argparse.Namespace, cfg: TrainConfig) -> None:
         if args.servers_per_node is not None:
             raise UserError("--servers-per-node is for nodes that only generate: give their number with --engines")
         return
-    if cfg.engine.name not in SERVER_SECTIONS:
-        raise UserError(
-            f"--engines {args.engines}: engine {cfg.engine.name} has no servers: set engine.name to assay, vllm or "
-            "sglang, or leave out --engines"
-        )
-    if cfg.engine.sleep_while_training:
-        raise UserError("engine.sleep_while_training has no use with --engines, where servers have GPUs of their own")
-    check_server_settings(cfg)
+    check_placed_servers(cfg, "--engines")
+    section = SERVER_SECTIONS[cfg.engine.name]
+    if getattr(cfg, section).transport not in ("auto", "folder"):
+        raise UserError(f"weights reach engine nodes through a folder: set {section}.transport to auto or folder")
     gpus, servers = args.gpus_per_node, servers_per_node(args)
     if gpus and gpus % servers:
         raise UserError(f"--servers-per-node {servers}: the {gpus} GPUs of a node cannot be divided equally")
     if gpus and cfg.engine.name == "assay" and servers != gpus:
         raise UserError("engine assay uses one GPU per server: leave out --servers-per-node")
-
-
-def check_server_settings(cfg: TrainConfig) -> None:
-    section = SERVER_SECTIONS[cfg.engine.name]
-    settings = getattr(cfg, section)
-    if settings.urls:
-        raise UserError(f"--engines starts servers, and {section}.urls names running ones: leave out one of them")
-    for key, default in {"servers": 1, "devices": [], "port": 0}.items():
-        if getattr(settings, key) != default:
-            raise UserError(
-                f"{section}.{key} is for servers on the trainer's node: leave it out (see --servers-per-node)"
-            )
-    if settings.transport not in ("auto", "folder"):
-        raise UserError(f"weights reach engine nodes through a folder: set {section}.transport to auto or folder")
 
 
 def servers_per_node(args: argparse.Namespace) -> int:

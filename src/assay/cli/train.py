@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
 from assay.runs.console import Console, asker, finite, make_console, percent
-from assay.runs.directory import RunFiles, as_name, setting
+from assay.runs.directory import RunFiles, as_name, free_name, setting
 from assay.runs.resolve import (
     check_fixed,
     differences,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
+CLUSTER_MEMBER = "ASSAY_RAY"  # environment variable of the training processes on a cluster
 LATEST, NOTABLE = 10, 0.05  # training steps, and the difference in accuracy, that are compared with an evaluation
 HEADINGS = {"error": "no gain", "warning": "problem", "note": "note"}  # of causes, by severity
 
@@ -52,6 +54,11 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("no config: give a TOML file, e.g. assay train configs/demo.toml, or --resume RUN")
         cfg = load_settings(TrainConfig, args.config, args.overrides)
         cfg.name = cfg.name or as_name(Path(args.config).stem)
+        if starts_cluster(cfg) and not args.dry_run:
+            name = free_name(Path(cfg.runs_dir), cfg.name)
+            if name != cfg.name:
+                console.note(f"{cfg.name} exists: this run is {name}")
+            return on_cluster(cfg, Path(cfg.runs_dir) / name, [args.config, f"--name={name}"], args, console)
         return start(cfg, console, args.dry_run)
 
 
@@ -92,11 +99,31 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         foreign = guard_run(before, path, typed=overrides, trust=args.trust, ask=asker())
         if foreign is not None:
             foreign.check_settings()
+    if starts_cluster(cfg):
+        return on_cluster(cfg, path, ["--resume", str(path.resolve()), "--trust"], args, console)
     console.announce(f"loading {cfg.model.source}")
     from assay.build.execute import reopened
 
     with reopened(path, before, cfg, console) as resumed:
         return run_training(resumed, console)
+
+
+def starts_cluster(cfg: TrainConfig) -> bool:
+    """Whether this process has to start the training processes on a cluster, instead of being one of them."""
+    return cfg.cluster.kind == "ray" and not os.environ.get(CLUSTER_MEMBER)
+
+
+def on_cluster(cfg: TrainConfig, path: Path, first: Sequence[str], args: argparse.Namespace, console: Console) -> int:
+    """Train with processes that Ray starts. `path`: of the run. `first`: the arguments of their first command."""
+    from assay.checks.settings import check_settings
+
+    check_settings(cfg)
+    from assay.integrations.ray.learners import Commands, launch
+
+    settings = [word for word in args.settings if word.partition("=")[0] != "--name"]
+    again = ["--resume", str(path.resolve()), "--trust"]
+    commands = Commands(["train", *first, *settings], ["train", *again, *settings], path.resolve())
+    return launch(cfg, commands, console.note)
 
 
 def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:

@@ -2,6 +2,7 @@
 
 from assay.config.algorithm import AlgoConfig
 from assay.config.sections import (
+    ClusterConfig,
     CriticConfig,
     EndpointConfig,
     EngineConfig,

@@ -615,19 +615,19 @@ class ClusterConfig(Section):
     kind: Literal["none", "ray"] = "none"
     """ray: Ray starts and places training processes and engine servers; none: this process, torchrun or Slurm"""
     address: Host = ""
-    """a running cluster, as host:port; auto: the one of RAY_ADDRESS or of this machine; empty: a Ray of this run alone"""
+    """a running cluster as host:port; auto: that of RAY_ADDRESS or of this machine; empty: a Ray of this run alone"""
     learners: Positive = 1
     """training processes, which share each batch"""
-    cpus_per_learner: Positive = 1
+    cpus_per_learner: Above0 = 1.0
     """cores of each training process"""
-    gpus_per_learner: Annotated[int, Field(ge=0, le=1)] = 0
-    """GPUs of each training process: 1 or none"""
+    gpus_per_learner: Annotated[int, Field(ge=-1, le=1)] = -1
+    """GPUs of each training process, 0 or 1; -1: 1 if the cluster has GPUs"""
     engines: Count = 0
-    """engine servers, for the engines assay, vllm and sglang; a change in the run's config.toml applies while it runs"""
-    cpus_per_engine: Positive = 1
+    """engine servers, for the engines assay, vllm and sglang; changes in the run's config.toml apply while it runs"""
+    cpus_per_engine: Above0 = 1.0
     """cores of each engine server"""
-    gpus_per_engine: Count = 0
-    """GPUs of each engine server"""
+    gpus_per_engine: Annotated[int, Field(ge=-1)] = -1
+    """GPUs of each engine server; -1: 1 if the cluster has GPUs"""
     place: Literal["apart", "colocated"] = "apart"
     """colocated: server k uses the GPUs of training process k, as engine.sleep_while_training needs"""
     spread: bool = False

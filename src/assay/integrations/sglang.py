@@ -32,7 +32,7 @@ from assay.engine.base import Capabilities
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable
 from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices, write_object
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
-from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport
+from assay.engine.remote.transport import IpcTransport, NcclTransport, Transport
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
@@ -81,7 +81,7 @@ class LaunchedSGLang(LaunchedServers):
     def _arguments(self, port: int, max_length: int) -> list[str]:
         options, settings = self.options, self.settings
         arguments = {
-            "config": str(self._write_key()),
+            "config": str(self._write_key(port)),
             "model-path": str(self.model_folder),
             "served-model-name": "policy",
             "host": self.host,
@@ -105,11 +105,11 @@ class LaunchedSGLang(LaunchedServers):
             flags.append("--enable-deterministic-inference")
         return [*(part for name, value in arguments.items() for part in (f"--{name}", value)), *flags, *settings.args]
 
-    def _write_key(self) -> Path:
+    def _write_key(self, port: int) -> Path:
         """A file that only this user can read: other users can see arguments. The key protects all but /health."""
-        path = self.folder / "access.yaml"
-        write_object(path, {"api-key": self.key})  # JSON is YAML
-        return path
+        self.key_file = self.folder / f"access-{port}.yaml"
+        write_object(self.key_file, {"api-key": self.key})  # JSON is YAML
+        return self.key_file
 
     def _environment(self, index: int) -> dict[str, str]:
         environment = {
@@ -265,7 +265,8 @@ class SGLangEngine(PausableEngine):
     def choose_transport(self) -> Transport:
         """The one in the settings, or the fastest that is possible."""
         settings, device, dtype = self.settings, torch.device(self.options.device), self.options.dtype
-        share_gpu = self.launched is not None and not settings.devices  # they are on the trainer's GPU
+        launched = self.launched
+        share_gpu = launched is not None and not (launched.elsewhere or settings.devices)  # on the trainer's GPU
         kind = settings.transport
         single = all(served.workers == 1 for served in self.served.values())
         if kind == "nccl":
@@ -275,7 +276,7 @@ class SGLangEngine(PausableEngine):
             raise UserError(f"sglang.transport = 'ipc' needs {need}: use 'folder'")
         if kind == "ipc" or (kind == "auto" and device.type == "cuda" and single and share_gpu):
             return IpcTransport(device, dtype)
-        return FolderTransport(settings.folder, dtype, self.size)
+        return self.folder_transport(dtype)
 
     def _load_folder(self, folder: str, version: int) -> None:
         body = {"model_path": folder, "load_format": "auto", **self._options(version)}

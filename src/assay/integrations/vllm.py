@@ -27,7 +27,7 @@ from assay.engine.remote.launch import LaunchedServers, interpreter, plain_envir
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
 from assay.engine.remote.scoring import prompt_body, prompt_scores
 from assay.engine.remote.server_side import KEY
-from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport, ipc_handle
+from assay.engine.remote.transport import IpcTransport, NcclTransport, Transport, ipc_handle
 from assay.engine.sequence import Job
 from assay.integrations.vllm_worker import EXTENSION, MIDDLEWARE, stage
 from assay.models.base import PolicyModel
@@ -115,7 +115,7 @@ class LaunchedVLLM(LaunchedServers):
         }
         environment |= visible_devices(self.settings, device, index)
         if device.type == "cpu" and not self.settings.devices:
-            if self.nodes is None:  # engine nodes may have other cores
+            if not self.elsewhere:  # engine nodes may have other cores
                 cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
                 environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(options.kv_cache_gib))))
@@ -302,7 +302,7 @@ class VLLMEngine(PausableEngine):
         elif kind == "ipc":
             need = f"servers with --worker-extension-cls {EXTENSION}" if device.type == "cuda" else "a GPU"
             raise UserError(f"vllm.transport = 'ipc' needs {need}: use 'folder'")
-        return FolderTransport(settings.folder, dtype, self.size)
+        return self.folder_transport(dtype)
 
     def _load_folder(self, folder: str, version: int) -> None:
         def body(server: Server) -> dict[str, Any]:

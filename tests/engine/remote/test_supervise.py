@@ -311,3 +311,43 @@ def test_states_of_the_main_rank_are_adopted() -> None:
         engine.adopt(urls[1:])
         assert states(engine) == ["retired", "serving", "serving"]
         assert engine.least_busy() in engine.serving() and engine.all_servers[0].state is ServerState.RETIRED
+
+
+class Placed:
+    """Servers that come and go, as on a cluster."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = list(urls)
+
+    def refresh(self) -> dict[str, str]:
+        return self.keys()
+
+    def keys(self) -> dict[str, str]:
+        return dict.fromkeys(self.urls, "key")
+
+    def restart(self, url: str) -> None: ...
+
+    def death(self, url: str) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+def test_servers_come_and_go_with_an_update() -> None:
+    with fleet(2) as (engine, fakes, lines), fleet(1, first=None) as (_, others, _):
+        urls = [server.url for server in engine.all_servers]
+        new = others[0].http.url  # type: ignore[union-attr]
+        engine.launched = placed = Placed(*urls, new)
+        wanted = requests(12)
+        engine.update_weights(POLICY, 1)
+        assert states(engine) == ["serving"] * 3 and others[0].version == 1
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        assert any("/generate" in path for path in others[0].http.paths())  # type: ignore[union-attr]
+        placed.urls = [new]
+        engine.update_weights(POLICY, 2)
+        assert [server.url for server in engine.all_servers] == [new]
+        before = [len(fake.http.paths()) for fake in fakes]  # type: ignore[union-attr]
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        assert before == [len(fake.http.paths()) for fake in fakes]  # type: ignore[union-attr]
+        assert [fake.version for fake in fakes] == [1, 1] and others[0].version == 2
+        assert engine.server_metrics() == {} and not any("has failed" in line for line in lines)

@@ -47,7 +47,7 @@ class LaunchedAssay(LaunchedServers):
 
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
         options, devices = self.options, self.settings.devices
-        device = torch.device(options.device).type if self.nodes else str(options.device)  # a node has its own GPUs
+        device = torch.device(options.device).type if self.elsewhere else str(options.device)  # a node has its own GPUs
         values = {
             "http.host": self.host,
             "http.port": port,
@@ -147,7 +147,7 @@ class AssayEngine(RemoteEngine):
                 return
         if kind == "ipc":
             raise UserError("server.transport = 'ipc' needs servers on the trainer's GPU: use 'folder'")
-        self.transport = FolderTransport(self.settings.folder, dtype, self.size)
+        self.transport = self.folder_transport(dtype)
 
     # -- requests
 

@@ -16,11 +16,12 @@ on all of them.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.util
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -152,18 +153,19 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         self.size = model.parameter_count * options.dtype.itemsize
         max_length = min(model.max_length, options.max_length or model.max_length)
         self.info = EngineInfo(-1, max_length, options.max_batch, options.dtype, self.capabilities, model.vocab_size)
-        urls, key, launched = settings.urls, key_of(settings.api_key_env, self.section), None
-        if not urls:
+        keys, launched = dict.fromkeys(settings.urls, key_of(settings.api_key_env, self.section)), None
+        if not keys:
             launched = self.launcher(settings, options) if self.ranks.is_main else None
-            urls, key = self.ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
+            keys = self.ranks.on_main(lambda: launched.start(model, save_tokenizer))  # type: ignore[union-attr]
         self.health_timeout_s, self.recover_s = settings.health_timeout_s, settings.recover_s
         self.notify = options.notify or (lambda line: None)
-        super().__init__(urls, settings.timeout_s, key, launched)
-        self.slots = asyncio.Semaphore(min(options.max_batch * len(urls), allowed_connections()))
+        super().__init__(keys, settings.timeout_s, launched)
+        self.slots = asyncio.Semaphore(min(options.max_batch * len(keys), allowed_connections()))
         self.waking, self.gate = asyncio.Lock(), asyncio.Event()
         self.gate.set()  # cleared while servers are paused
         if launched is not None:
-            weakref.finalize(self, launched.close)  # at the latest when the process ends
+            weakref.finalize(self, launched.close)
+            atexit.register(close_at_exit, weakref.ref(self))
         try:
             self.ranks.on_leaders(self._check_servers)
             self.ranks.on_main(self._prepare)
@@ -183,6 +185,11 @@ class RemoteEngine(SupervisedServers, ServerEngine):
 
     def _prepare(self) -> None:
         """Called on the main rank after `_check_servers`: choose the transport of weights, for example."""
+
+    def folder_transport(self, dtype: torch.dtype) -> FolderTransport:
+        if self.launched is not None:
+            return self.launched.transport(dtype, self.size)
+        return FolderTransport(self.settings.folder, dtype, self.size)
 
     @abstractmethod
     async def _sample(self, batch: SampleBatch) -> None:
@@ -248,11 +255,13 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         retired = [server.url for server in self.all_servers if server.state is ServerState.RETIRED]
         unusable = self.ranks.union_of_leaders(retired)
 
-        def publish() -> list[str]:
+        def publish() -> tuple[list[str], dict[str, str]]:
             try:
                 self.adopt(server.url for server in self.serving() if server.url not in unusable)
                 if not isinstance(self.transport, NcclTransport):  # its group of processes cannot change
                     self.invite()
+                elif self.launched is not None:
+                    self.launched.refuse_changes(self.notify)
                 self._publish(weights, version)
                 self.admit(version)
             except UserError as error:
@@ -260,18 +269,27 @@ class RemoteEngine(SupervisedServers, ServerEngine):
                     raise
             finally:
                 drain(weights)  # the other ranks gather all weights, also if this one failed
-            return [server.url for server in self.serving()]
+            return [server.url for server in self.serving()], self.launched.keys() if self.launched is not None else {}
 
         try:
             if self.pauses:
                 self.loop.post(self.gate.clear)
             self.ranks.barrier()
-            self.adopt(self.ranks.on_main(publish, meanwhile=lambda: drain(weights)))
+            serving, keys = self.ranks.on_main(publish, meanwhile=lambda: drain(weights))
+            if self.launched is None and keys:  # of the main rank
+                self.follow(keys)
+            self.adopt(serving)
             self.require(self.serving())
             self.asleep = False
             self.info = replace(self.info, version=version)
         finally:
             self.loop.post(self.gate.set)
+
+    def follow(self, keys: Mapping[str, str]) -> None:
+        before = len(self.all_servers)
+        super().follow(keys)
+        for _ in range(self.options.max_batch * (len(self.all_servers) - before)):
+            self.loop.post(self.slots.release)
 
     def _has_lost_all(self, reason: str) -> bool:
         """Whether all servers have failed, after an update has ended with an error."""
@@ -391,6 +409,12 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             self.transport.close()
         if self.launched is not None:
             self.launched.close()
+
+
+def close_at_exit(engine: weakref.ref[RemoteEngine]) -> None:
+    """Close an engine before its servers end with this process, so that it does not report them as failed."""
+    if (found := engine()) is not None:
+        found.close()
 
 
 def drain(weights: Iterator[tuple[str, Tensor]]) -> None:

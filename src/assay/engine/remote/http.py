@@ -24,13 +24,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from assay.engine.base import EngineInfo
-from assay.engine.remote.launch import LaunchedServers, nodes_folder
+from assay.engine.remote.launch import LaunchedServers, cluster_engines, nodes_folder
 from assay.engine.remote.scoring import gap_problem, logprob_problem
 from assay.engine.remote.transport import NcclTransport, Transport
 from assay.system.awaiting import LoopThread
@@ -115,15 +116,17 @@ class HttpServers:
     start_advice: ClassVar[str] = "start a server there"  # what to do if it is not reachable
 
     def __init__(
-        self, urls: Sequence[str], timeout_s: float = 0.0, api_key: str = "", launched: LaunchedServers | None = None
+        self, keys: Mapping[str, str], timeout_s: float = 0.0, launched: LaunchedServers | None = None
     ) -> None:
-        """`timeout_s`: time limit of a whole answer, and of each line of an answer in lines; 0: wait without a limit.
+        """`keys`: API keys by URL; empty: none.
+
+        `timeout_s`: time limit of a whole answer, and of each line of an answer in lines; 0: wait without a limit.
 
         `launched`: the servers, if this process has started them.
         """
         self.timeout_s, self.launched = timeout_s, launched
-        self._secrets = {api_key}
-        self.all_servers = [self._new_server(url, api_key) for url in urls]
+        self._secrets: set[str] = set()
+        self.all_servers = [self._new_server(url, key) for url, key in keys.items()]
         self._states = threading.Lock()  # guards the states of servers
         self.loop = LoopThread()
 
@@ -342,8 +345,8 @@ class HttpServers:
         """`text`: its URL, which may contain credentials."""
         base, _, query = text.partition("?")
         url = check_url(base)
-        client = new_client(url, api_key, proxies=nodes_folder() is None)
-        self._secrets |= {query, urlsplit(url).password or ""}
+        client = new_client(url, api_key, proxies=not (nodes_folder() or cluster_engines()))
+        self._secrets |= {api_key, query, urlsplit(url).password or ""}
         return Server(hide_credentials(url), client, query)
 
     def missing_httpx(self) -> UserError:
@@ -427,6 +430,11 @@ class SupervisedServers(HttpServers):
     _watcher: asyncio.Task | None = None
 
     @property
+    def may_change(self) -> bool:
+        """Whether servers may come and go."""
+        return cluster_engines() > 0
+
+    @property
     def lost(self) -> bool:
         """Whether all servers have failed."""
         return not self.serving()
@@ -478,7 +486,7 @@ class SupervisedServers(HttpServers):
 
     def server_metrics(self) -> dict[str, float]:
         """Empty for a single server."""
-        if len(self.all_servers) == 1:
+        if len(self.all_servers) == 1 and not self.may_change:
             return {}
         counts = {"serving": len(self.serving()), "failures": self.failures, "retries": self.retries}
         return {f"servers/{name}": float(count) for name, count in counts.items()}
@@ -510,7 +518,7 @@ class SupervisedServers(HttpServers):
             self.failures += was_serving
         what = "has failed and gets no more requests" if was_serving else "cannot serve again yet"
         self.notify(f"a server {what} ({plural(len(others), 'other') if others else 'none'} left): {reason}")
-        self.loop.post(lambda: [task.cancel() for task in list(server.tasks)])
+        self.loop.post(partial(end_tasks, server))
         return True
 
     async def retire_if_failed(self, server: Server, error: ServerError, repeated: bool = False) -> bool:
@@ -530,7 +538,7 @@ class SupervisedServers(HttpServers):
 
     def _watch(self) -> None:
         """Begin to ask all servers about their health."""
-        if self.health_timeout_s and len(self.all_servers) > 1:
+        if self.health_timeout_s and (len(self.all_servers) > 1 or self.may_change):
 
             async def start() -> asyncio.Task:
                 return asyncio.ensure_future(self._ask_forever())
@@ -566,7 +574,9 @@ class SupervisedServers(HttpServers):
     # -- the way back, on the main rank
 
     def invite(self) -> None:
-        """Let retired servers that are healthy take part in the weight update that follows."""
+        """Let retired servers that are healthy, and new ones, take part in the weight update that follows."""
+        if self.launched is not None:
+            self.follow(self.launched.refresh())
         for server in self.all_servers:
             if server.state is not ServerState.RETIRED:
                 continue
@@ -580,6 +590,18 @@ class SupervisedServers(HttpServers):
                 self._join(server)
             except UserError as error:
                 server.state, server.reason = ServerState.RETIRED, str(error)
+
+    def follow(self, keys: Mapping[str, str]) -> None:
+        """Use the servers with these URLs: new ones have to join, and the requests of others are sent again."""
+        known = {server.url: server for server in self.all_servers}
+        for server in (server for url, server in known.items() if url not in keys):
+            server.state, server.reason = ServerState.RETIRED, f"{server.url} is not used any more"
+            self.loop.post(partial(end_tasks, server))
+        new = [self._new_server(url, key) for url, key in keys.items() if url not in known]
+        for server in new:
+            server.state, server.reason = ServerState.RETIRED, f"{server.url} has no weights yet"
+            server.restarted = True
+        self.all_servers = [*(server for url, server in known.items() if url in keys), *new]
 
     def admit(self, version: int) -> None:
         """Let the servers serve that have received the weights of this version and prove them."""
@@ -614,6 +636,11 @@ class SupervisedServers(HttpServers):
                 server.state = ServerState.SERVING
             elif server.state is not ServerState.RETIRED and not self.retire(server, "another process cannot use it"):
                 server.state = ServerState.RETIRED
+
+
+def end_tasks(server: Server) -> None:
+    for task in list(server.tasks):
+        task.cancel()
 
 
 def check_proof(url: str, proof: Any, other_url: str, expected: Any) -> None:

@@ -10,11 +10,15 @@ Engine nodes are hosts that only generate and share a folder with the trainer. E
 - `weights/`: written by the trainer during weight updates.
 
 As on its own host, only the trainer decides when a server is started again (see `SupervisedServers`).
+
+On a Ray cluster, which the environment variable `RAY` describes, `assay.integrations.ray.servers` starts them. Their
+number may change, and a server that is started again has another URL.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
 import os
@@ -36,6 +40,7 @@ import torch
 
 from assay.config import InferenceServerConfig, RemoteEngineConfig
 from assay.engine.base import EngineOptions
+from assay.engine.remote.transport import FolderTransport
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.system.openai_client import key_of, new_client, opened
@@ -47,6 +52,7 @@ HEALTH_S = 5.0  # time limit of the answer to this question
 POLL_S = 0.1  # between two questions whether a server has started
 ENGINE_NODES = "ASSAY_ENGINE_NODES"  # environment variable with the folder
 NODES_POLL_S = 0.5  # between two looks for files of the nodes
+RAY = "ASSAY_RAY"  # environment variable that describes the cluster, as JSON
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 SaveTokenizer = Callable[[Path], object]  # writes the tokenizer into a folder
@@ -56,6 +62,11 @@ def nodes_folder() -> Path | None:
     """The folder that is shared with engine nodes; None if the job has none."""
     name = os.environ.get(ENGINE_NODES)
     return Path(name).absolute() if name else None
+
+
+def cluster_engines() -> int:
+    """The number of servers that the run starts with on a Ray cluster; 0 outside of one."""
+    return json.loads(os.environ[RAY])["cluster"]["engines"] if os.environ.get(RAY) else 0
 
 
 def with_engine_nodes(settings: RemoteEngineConfig) -> RemoteEngineConfig:
@@ -139,16 +150,19 @@ class LaunchedServers(ABC):
 
     kind: ClassVar[str]  # name of the server in messages
     section: ClassVar[str]  # section of its settings
+    key_file: Path | None = None  # of a server that reads its key from a file
 
     def __init__(self, settings: Any, options: EngineOptions) -> None:
         """`settings`: the section of the backend, a `RemoteEngineConfig`."""
         self.settings, self.options = settings, options
         self.key = key_of(settings.api_key_env, self.section) or secrets.token_urlsafe(16)  # no other is accepted
         self.nodes = nodes_folder()
-        self.host = "0.0.0.0" if self.nodes else "127.0.0.1"  # address on which servers listen
+        self.cluster: Any = None  # the `RayServers` of a run on a cluster
+        self.elsewhere = bool(self.nodes or cluster_engines())  # servers may be on other hosts
+        self.host = "0.0.0.0" if self.elsewhere else "127.0.0.1"  # address on which servers listen
         self.folder = self.nodes or Path(tempfile.mkdtemp(prefix="assay-servers-"))
         self.model_folder = self.folder / "model"
-        self.programs: dict[str, SupervisedProgram | NodeServer] = {}  # by URL
+        self.programs: dict[str, Any] = {}  # by URL: `SupervisedProgram`, `NodeServer` or `RayServer`
         self.restarts: dict[str, int] = {}  # by URL
         remove = (lambda: None,) if self.nodes else (shutil.rmtree, self.folder, True)
         self._remove = weakref.finalize(self, *remove)
@@ -163,8 +177,8 @@ class LaunchedServers(ABC):
     def _check(self, model: PolicyModel) -> None:  # noqa: B027
         """Raise a `UserError` if the servers cannot serve this model, or prepare for it."""
 
-    def start(self, model: PolicyModel, save_tokenizer: SaveTokenizer | None) -> tuple[list[str], str]:
-        """Start all servers, without the model's weights: the first update sends them. Returns the URLs and the key.
+    def start(self, model: PolicyModel, save_tokenizer: SaveTokenizer | None) -> dict[str, str]:
+        """Start all servers, without the model's weights: the first update sends them. Returns their keys, by URL.
 
         When it returns, the servers are ready. If one of them does not start, all are stopped.
         """
@@ -175,16 +189,33 @@ class LaunchedServers(ABC):
             save_config(model, self.model_folder, self.options.dtype)
             save_tokenizer(self.model_folder)
             max_length = min(model.max_length, self.options.max_length or model.max_length)
-            if self.nodes is not None:
+            if cluster_engines():
+                self._start_on_cluster(max_length)
+            elif self.nodes is not None:
                 self._start_on_nodes(self.nodes, max_length)
             else:
                 self._start_here(max_length)
-            for url in self.programs:
-                self._wait(url)
+            for url, key in self.keys().items():
+                self._wait(url, key)
         except BaseException:
             self.close()
             raise
-        return list(self.programs), self.key
+        return self.keys()
+
+    def keys(self) -> dict[str, str]:
+        """The keys of all servers that have been started, by URL."""
+        return dict.fromkeys(self.programs, self.key) if self.cluster is None else self.cluster.keys()
+
+    def refresh(self) -> dict[str, str]:
+        """On a cluster, start and stop servers as the settings demand now. Returns `keys`."""
+        if self.cluster is not None:
+            self.programs = self.cluster.refresh()
+        return self.keys()
+
+    def refuse_changes(self, notify: Callable[[str], None]) -> None:
+        """Say once that the number of servers cannot change, if the settings demand another one now."""
+        if self.cluster is not None:
+            self.cluster.refuse_changes(notify)
 
     def _start_here(self, max_length: int) -> None:
         for index in range(self.settings.servers):
@@ -199,10 +230,21 @@ class LaunchedServers(ABC):
             server.start(self._command(index, port, max_length), self._environment(index))
             self.programs[server.url] = server
 
-    def _wait(self, url: str) -> None:
+    def _start_on_cluster(self, max_length: int) -> None:
+        make = importlib.import_module("assay.integrations.ray.servers").RayServers
+        self.cluster = make(self, lambda index, port: self._command(index, port, max_length))
+        self.programs = self.cluster.start(self.settings.start_timeout_s)
+
+    def transport(self, dtype: torch.dtype, size: int) -> FolderTransport:
+        """A folder that all servers see, or that every node gets a copy of."""
+        if self.cluster is not None and not self.settings.folder:
+            return self.cluster.transport(dtype, size)
+        return FolderTransport(self.settings.folder, dtype, size)
+
+    def _wait(self, url: str, key: str) -> None:
         """Wait until a server is ready."""
         limit = self.settings.start_timeout_s
-        if not becomes_healthy(url, self.key, limit, lambda: bool(self.death(url))):
+        if not becomes_healthy(url, key, limit, lambda: bool(self.death(url))):
             if death := self.death(url):
                 raise UserError(f"the {self.kind} server {url} did not start: {death}")
             raise UserError(
@@ -212,6 +254,8 @@ class LaunchedServers(ABC):
 
     def restart(self, url: str) -> None:
         """Start a failed server again, without waiting until it is ready. After `MAX_RESTARTS` it stays away."""
+        if url not in self.programs:  # its successor is being started
+            return
         self.restarts[url] = self.restarts.get(url, 0) + 1
         if self.restarts[url] <= MAX_RESTARTS:
             self.programs[url].restart()
@@ -235,6 +279,8 @@ class LaunchedServers(ABC):
     def close(self) -> None:
         for program in self.programs.values():
             program.close()
+        if self.cluster is not None:
+            self.cluster.close()
         self._remove()
 
 

@@ -22,7 +22,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def ray_package() -> ModuleType:
     """The package, without reports of its use to its makers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes without GPUs of Ray keep theirs
     try:
         import ray
     except ImportError:
@@ -46,12 +45,14 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address
     given: dict[str, Any] = {"address": address or "local"}
+    local = not address or address.startswith(LOOPBACK)
     if not address:
-        given |= {"include_dashboard": False, "_node_ip_address": LOOPBACK}
-    else:
-        given |= {"_node_ip_address": own} if (own := (membership() or {}).get("node")) else {}
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, which Ray announces unless it is set
+        given["include_dashboard"] = False
+    if node := (membership() or {}).get("node") or (LOOPBACK if local else ""):
+        given["_node_ip_address"] = node
     try:
-        with _own_signals(), _loopback(ray, not address or address.startswith(LOOPBACK)):
+        with _own_signals(), _loopback(ray, local):
             ray.init(**given, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"cluster.address = '{address}'" if address else "a Ray on this machine"

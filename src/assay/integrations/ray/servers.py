@@ -1,0 +1,236 @@
+"""Engine servers as programs in actors, for the main rank of a run on a cluster (see `assay.engine.remote.launch`).
+
+Only the engine decides when a server is started again: Ray is then asked for a new actor, which may be on another node.
+The number of servers follows `cluster.engines` in the run's config.toml, at each update of the weights. API keys are
+made on the nodes, so that they are in no arguments of actors.
+
+Weights that do not go through GPU memory or a shared folder are written on this node; the object store of Ray copies
+the files to the other nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assay.engine.remote.launch import MAX_RESTARTS, LaunchedServers
+from assay.engine.remote.server_side import KEY
+from assay.engine.remote.transport import FolderTransport
+from assay.integrations.ray.cluster import connect, membership, ray_package
+from assay.integrations.ray.programs import HostedProgram
+from assay.types import UserError, plural
+
+ANSWER_S = 3.0  # time limit of an actor's answer to a question
+POLL_S = 0.1
+LOST = "its node or its process was lost"
+Command = Callable[[int, int], list[str]]  # of index and port
+
+
+class RayServer:
+    """A server on the cluster, from the request for an actor to its end."""
+
+    def __init__(self, servers: RayServers, index: int, starts: int = 1) -> None:
+        self.servers, self.index, self.starts = servers, index, starts
+        self.url = self.key = self.node = ""
+        self.log = Path()
+        self.actor = servers.new_actor(index)
+        self.placed = self.actor.place.remote()
+        self.started: Any = None
+
+    def advance(self) -> bool:
+        """Start the program as soon as Ray has created the actor. Returns whether it is started."""
+        ray = self.servers.ray
+        if self.started is None:
+            if not ray.wait([self.placed], timeout=0)[0]:
+                return False
+            place = ray.get(self.placed)
+            self.node, self.log, port = place["node"], Path(place["log"]), place["ports"][0]
+            for folder, files in self.servers.files.items():
+                self.actor.write.remote(folder, files)
+            launched = self.servers.launched
+            launched.host = self.node
+            command, environment = self.servers.command(self.index, port), dict(launched._environment(self.index))
+            changes = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+            changes.pop(KEY, None)
+            changes["CUDA_VISIBLE_DEVICES"] = self.servers.devices(self.index) or place["devices"]
+            self.started = self.actor.start.remote(command, changes, True, KEY, str(launched.key_file or ""))
+            self.url = f"http://{place['node']}:{port}"
+        if not self.key and ray.wait([self.started], timeout=0)[0]:
+            self.key = ray.get(self.started)
+        return bool(self.key)
+
+    @property
+    def ended(self) -> str | None:
+        try:
+            return self.servers.ray.get(self.actor.ended.remote(), timeout=ANSWER_S)
+        except self.servers.ray.exceptions.GetTimeoutError:
+            return None
+        except Exception:  # not only RayActorError: an actor may be unknown by now
+            return LOST
+
+    def tail(self) -> str:
+        try:
+            return self.servers.ray.get(self.actor.tail.remote(), timeout=ANSWER_S)
+        except Exception:
+            return "its log cannot be read"
+
+    def restart(self) -> None:
+        """Ask for another actor in its place, which gets another URL."""
+        self.servers.replace(self)
+
+    def close(self) -> None:
+        with suppress(Exception):  # of a cluster that has gone
+            self.servers.ray.kill(self.actor)
+
+
+class RayServers:
+    def __init__(self, launched: LaunchedServers, command: Command) -> None:
+        self.ray, self.launched, self.command = ray_package(), launched, command
+        self.member = membership() or {}
+        connect(self.member["address"])
+        self.settings: dict[str, Any] = self.member["cluster"]
+        self.files = {str(folder): read_files(folder) for folder in launched.folder.iterdir() if folder.is_dir()}
+        self.slots: dict[int, RayServer] = {}
+        self.refused = 0  # number of servers that was refused
+        self._group = placement_group(self.ray, self.member["group"], self.settings)
+
+    # -- where servers are
+
+    def new_actor(self, index: int) -> Any:
+        settings, colocated = self.settings, self.settings["place"] == "colocated"
+        options: dict[str, Any] = {"num_cpus": settings["cpus_per_engine"]}
+        options["num_gpus"] = 0 if colocated else settings["gpus_per_engine"]
+        learners = len(self.member["learners"])
+        if colocated or index < settings["engines"]:
+            strategies = self.ray.util.scheduling_strategies
+            bundle = index % learners if colocated else learners + index
+            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            )
+        elif settings["spread"]:
+            options["scheduling_strategy"] = "SPREAD"
+        name = f"{Path(self.member['run']).name}-server-{index}"
+        return self.ray.remote(HostedProgram).options(**options).remote(name)
+
+    def devices(self, index: int) -> str:
+        """The GPUs of the learner beside this server."""
+        if self.settings["place"] != "colocated":
+            return ""
+        learners = self.member["learners"]
+        return learners[index % len(learners)]["devices"]
+
+    # -- their number
+
+    def wanted(self) -> int:
+        """`cluster.engines` as it is in the run's config.toml now."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            text = (Path(self.member["run"]) / "config.toml").read_text(encoding="utf-8")
+            wanted = tomllib.loads(text)["cluster"]["engines"]
+            if type(wanted) is int and wanted > 0:
+                return wanted
+        return max(len(self.slots), 1)
+
+    def start(self, timeout_s: float) -> dict[str, RayServer]:
+        """Start all servers, and wait until their programs run."""
+        self.slots = {index: RayServer(self, index) for index in range(self.settings["engines"])}
+        deadline = time.monotonic() + timeout_s
+        while True:
+            started = [server.advance() for server in self.slots.values()]
+            if all(started):
+                return self.refresh(resize=False)
+            if time.monotonic() > deadline:
+                missing = f"{started.count(False)} of {plural(len(started), 'engine server')}"
+                raise UserError(
+                    f"{missing} got no place on the cluster within {timeout_s:g} s: see `ray status`, or raise "
+                    f"{self.launched.section}.start_timeout_s"
+                )
+            time.sleep(POLL_S)
+
+    def refresh(self, resize: bool = True) -> dict[str, RayServer]:
+        """Start or stop servers, as their number demands. Returns those whose programs run, by URL."""
+        if resize:
+            wanted = self.wanted()
+            for index in [index for index in self.slots if index >= wanted]:
+                self.slots.pop(index).close()
+            for index in range(wanted):
+                if index not in self.slots:
+                    self.slots[index] = RayServer(self, index)
+        for server in self.slots.values():
+            with suppress(self.ray.exceptions.RayError):  # its node is lost: the engine replaces it
+                server.advance()
+        return {server.url: server for server in self.slots.values() if server.key}
+
+    def refuse_changes(self, notify: Callable[[str], None]) -> None:
+        wanted = self.wanted()
+        if wanted not in (len(self.slots), self.refused):
+            self.refused = wanted
+            notify(
+                f"cluster.engines = {wanted} is not applied: with the transport nccl, servers cannot change during a "
+                "run; stop and resume it, or use another transport"
+            )
+
+    def replace(self, server: RayServer) -> None:
+        server.close()
+        if server.starts <= MAX_RESTARTS:
+            self.slots[server.index] = RayServer(self, server.index, server.starts + 1)
+
+    def keys(self) -> dict[str, str]:
+        return {server.url: server.key for server in self.slots.values() if server.key}
+
+    def close(self) -> None:
+        for server in self.slots.values():
+            server.close()
+
+    # -- weights
+
+    def transport(self, dtype: torch.dtype, size: int) -> FolderTransport:
+        return CopiedFolder(self, "", dtype, size)
+
+    def other_nodes(self) -> Iterable[RayServer]:
+        """One server of each node but this one."""
+        own = self.member["node"]
+        return {server.node: server for server in self.slots.values() if server.key and server.node != own}.values()
+
+
+class CopiedFolder(FolderTransport):
+    """A folder on this node, whose files are copied to all nodes with servers through the object store."""
+
+    def __init__(self, servers: RayServers, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._servers = servers
+
+    @contextmanager
+    def written(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[Path]:
+        ray = self._servers.ray
+        with super().written(weights, version) as folder:
+            others = list(self._servers.other_nodes())
+            files = {file.name: ray.put(file.read_bytes()) for file in sorted(folder.iterdir())} if others else {}
+            copies = [server.actor.write.remote(str(folder), files) for server in others]
+            for copy in copies:
+                with suppress(ray.exceptions.RayError):  # a node is lost: its servers fail to load the folder
+                    ray.get(copy)
+            try:
+                yield folder
+            finally:
+                for server in others:
+                    server.actor.remove.remote(str(folder))
+
+
+def read_files(folder: Path) -> Mapping[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def placement_group(ray: Any, identifier: str, settings: Mapping[str, Any]) -> Any:
+    """The placement group that the driver has reserved."""
+    from ray._raylet import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(identifier)))

@@ -1,0 +1,114 @@
+"""What `cluster`, `learners`, `programs` and `servers` of the Ray integration do without Ray (see tests/ray)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import SmallRuns
+from waiting import comes_true
+
+from assay.checks.settings import check_settings
+from assay.config import ClusterConfig, TrainConfig
+from assay.config.settings import load_settings
+from assay.integrations.ray import cluster, learners, programs, servers
+from assay.types import UserError
+
+
+def settings(*words: str) -> TrainConfig:
+    pairs = dict(word.removeprefix("--").split("=", 1) for word in words)
+    return load_settings(
+        TrainConfig, None, {"cluster.kind": "ray", "cluster.engines": 2, "engine.name": "assay"} | pairs
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    {
+        "no kind": (["--cluster.kind=none"], "cluster.engines has no effect: set cluster.kind = 'ray'"),
+        "no servers": (["--engine.name=native"], "engine native has no servers"),
+        "running ones": (['--server.urls=["http://n1:8000"]'], "server.urls names running ones"),
+        "a port": (["--server.port=8000"], "server.port is for servers on the trainer's node"),
+        "nobody to make room for": (["--engine.sleep_while_training=true"], "sleep_while_training has no use"),
+        "several GPUs": (["--cluster.gpus_per_engine=2"], "a server of the engine assay uses one GPU"),
+    }.values(),
+)
+def test_settings_that_contradict_the_cluster_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_settings(settings(*words))
+
+
+def test_settings_of_a_cluster_are_accepted() -> None:
+    check_settings(settings())
+    check_settings(settings("--cluster.place=colocated", "--engine.sleep_while_training=true"))
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert SmallRuns(tmp_path).train("--cluster.kind", "ray") == 2
+    assert "cluster.kind = 'ray' needs the ray extra" in capfd.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resources_of_learners_and_servers() -> None:
+    apart = ClusterConfig(learners=2, engines=3, cpus_per_learner=4, gpus_per_learner=1, gpus_per_engine=2)
+    assert learners.bundles(apart) == [{"CPU": 4, "GPU": 1}] * 2 + [{"CPU": 1, "GPU": 2}] * 3
+    beside = apart.model_copy(update={"place": "colocated"})
+    assert learners.bundles(beside) == [{"CPU": 6, "GPU": 1}, {"CPU": 5, "GPU": 1}]
+    assert cluster.describe_resources({"CPU": 6.0, "GPU": 1.0}) == "6 CPUs and 1 GPU"
+
+
+@pytest.mark.parametrize(
+    ("ending", "requested", "code"),
+    [("exit code 0", [], 0), ("exit code 2", [], 2), ("killed by SIGTERM", [], 143), ("killed by SIGKILL", [2], 130)],
+)
+def test_exit_codes(ending: str, requested: list[int], code: int) -> None:
+    stop = learners.Stop()
+    stop.requested = requested
+    assert learners.exit_code(ending, stop) == code
+
+
+def test_an_actor_that_cannot_be_created_is_an_error_of_the_installation() -> None:
+    text = (
+        "The actor died because of an error raised in its creation task\nModuleNotFoundError: No module named 'assay'"
+    )
+    with pytest.raises(UserError, match=r"No module named 'assay'.*install the same assay on all nodes"):
+        learners.lost(RuntimeError(text))
+    assert learners.lost(RuntimeError("its node\nis gone")) == "its node or its process was lost: its node is gone"
+
+
+def test_a_hosted_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "logs_folder", lambda: tmp_path)
+    hosted = programs.HostedProgram("run-server-0")
+    key_file = tmp_path / "new" / "key.yaml"
+    code = "import os, time; print(os.environ['KEY'], os.environ['MORE'], flush=True); time.sleep(60)"
+    key = hosted.start([sys.executable, "-c", code], {"MORE": "more"}, key="KEY", key_file=str(key_file))
+    assert len(key) > 10 and json.loads(key_file.read_text()) == {"api-key": key}
+    assert comes_true(lambda: bool(hosted.state()[1]), 20)
+    expected = f"{key} more\n".encode()
+    assert hosted.state() == (None, expected) and hosted.state(len(expected) - 3) == (None, b"re\n")
+    hosted.signal(signal.SIGKILL)
+    assert comes_true(lambda: hosted.ended() == "killed by SIGKILL", 20)
+    assert (tmp_path / "assay-run-server-0.log").read_bytes() == expected
+    hosted.close()
+
+
+def test_files_are_written_where_a_node_lacks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "logs_folder", lambda: tmp_path)
+    hosted, folder = programs.HostedProgram("one"), tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "part").mkdir()
+    (folder / "part" / "file").write_bytes(b"\0\1")
+    files = servers.read_files(folder)
+    hosted.write(str(tmp_path / "copy"), files)
+    assert servers.read_files(tmp_path / "copy") == files == {"config.json": b"{}", "part/file": b"\0\1"}
+    hosted.write(str(folder), {"config.json": b"other"})  # it is there: on this node
+    assert servers.read_files(folder) == files
+    assert hosted.enter(str(tmp_path / "missing")) != ""
+    hosted.remove(str(tmp_path / "copy"))
+    assert not (tmp_path / "copy").exists()
