@@ -17,10 +17,10 @@ demo: $(INSTALLED)
 	$(BIN)/assay train configs/demo.toml
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu and not peer and not slurm and not wheel and not vllm and not sglang"
+	$(PYTEST) -m "not slow and not gpu and not peer and not slurm and not ray and not wheel and not vllm and not sglang"
 
 test-all: $(READY)
-	$(PYTEST) -m "not slurm and not wheel"
+	$(PYTEST) -m "not slurm and not ray and not wheel"
 
 # Installs the newest version of each optional package, from the package index.
 test-extras: $(READY)

@@ -47,7 +47,7 @@ AREAS = {  # files of the source, and their tests
     ),
     "rewards": ("assay/rewards", ["rewards"]),
 }
-MARKERS = "not slow and not gpu and not peer and not slurm and not vllm and not sglang"
+MARKERS = "not slow and not gpu and not peer and not slurm and not ray and not vllm and not sglang"
 PRELOADED = ("torch", "pydantic", "httpx", "hypothesis.strategies", "pytest", "sympy", "math_verify")
 PRELOADED += tuple(f"transformers.models.{name}" for name in ("gpt2.modeling_gpt2", "qwen2.modeling_qwen2", "auto"))
 PRELOADED += ("assay.config", "assay.system", "assay.models", "assay.text")  # which import none of the areas

@@ -173,6 +173,32 @@ def test_invalid_pool_settings_and_judges_are_user_errors(settings: dict[str, An
         JudgePool(lambda completion, answer, fields: Verdict(float(lock.locked()), Status.OK), workers=1)
 
 
+def test_judging_on_the_nodes_of_ray_needs_workers_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UserError, match=r"reward.pool = 'ray' needs judge processes .* set reward.workers to at least 1"
+    ):
+        JudgePool(MathJudge(), workers=0, pool="ray")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"reward.pool = 'ray' needs the ray extra: "):
+        JudgePool(MathJudge(), workers=1, pool="ray")
+
+
+def test_judging_on_the_nodes_of_ray_without_a_cluster_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str, say: Any) -> None:
+        assert address == "auto"
+        raise UserError("for cluster.kind") from ConnectionError("no cluster\nis running")
+
+    monkeypatch.delenv("ASSAY_RAY", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("assay.integrations.ray.judges.connect", refuse)
+    with pytest.raises(UserError) as raised:
+        JudgePool(MathJudge(), workers=1, pool="ray")
+    assert str(raised.value) == (
+        "reward.pool = 'ray' finds no Ray cluster (ConnectionError: no cluster is running): start one with "
+        "`ray start --head`, set RAY_ADDRESS, or set reward.pool = 'local'"
+    )
+
+
 def test_judge_that_cannot_be_loaded_in_the_worker_is_a_user_error(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def reward(completion, answer): return 1")

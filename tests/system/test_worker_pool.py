@@ -14,7 +14,7 @@ import pytest
 
 from assay.system.pipe_messages import BadMessage
 from assay.system.sandbox import Level, WorkerSettings, environment, time_limit_paused
-from assay.system.worker_pool import MAX_CHUNK_CHARS, ItemFailure, StartFailed, WorkerPool, _Batch, _split
+from assay.system.worker_pool import MAX_CHUNK_CHARS, ItemFailure, StartFailed, WorkerPool, split_items
 
 
 def pool_of(function: Callable[..., Any], timeout_s: float = 30.0, level: Level = "basic") -> WorkerPool[Any]:
@@ -89,15 +89,16 @@ def test_function_that_cannot_be_prepared_is_reported() -> None:
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 1), (7, 2), (64, 1), (1000, 3)])
 def test_chunks_hold_all_items_in_order_and_are_small(count: int, workers: int) -> None:
-    chunks = _split(_Batch(count), [(str(index),) for index in range(count)], workers)
-    assert [index for chunk in chunks for index, _ in chunk.items] == list(range(count))
-    assert max(len(chunk.items) for chunk in chunks) <= 64 and len(chunks) >= min(count, workers)
+    chunks = split_items([(str(index),) for index in range(count)], workers)
+    assert [pair for chunk in chunks for pair in chunk] == [(index, (str(index),)) for index in range(count)]
+    assert max(map(len, chunks)) <= 64 and len(chunks) >= min(count, workers)
 
 
 def test_long_items_have_chunks_of_their_own() -> None:
     items = [("x" * size,) for size in (10, MAX_CHUNK_CHARS, 10, MAX_CHUNK_CHARS - 10, 10)]
-    chunks = _split(_Batch(5), items, workers=1)
-    assert all(sum(len(item[0]) for _, item in chunk.items) <= MAX_CHUNK_CHARS for chunk in chunks)
+    chunks = split_items(items, 1)
+    assert all(sum(len(item[0]) for _, item in chunk) <= MAX_CHUNK_CHARS for chunk in chunks)
+    assert sum(len(item[0]) for _, item in split_items(items, 1, per_receiver=1, scale=2)[0]) > MAX_CHUNK_CHARS
 
 
 def test_pool_cannot_be_used_in_a_forked_process() -> None:

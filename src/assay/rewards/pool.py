@@ -3,6 +3,7 @@ and by a model, whose rewards are added by weight."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import threading
@@ -38,6 +39,7 @@ Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
 GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
 JudgeReport = Callable[[int, int], None]  # receives the number of judged items and the number of all items
 Sandbox = Literal["auto", "strict", "off"]  # the setting reward.sandbox
+Place = Literal["local", "ray"]  # the setting reward.pool
 
 MARGIN_S = 2.0  # by which judging may take longer than the program that it runs
 _STATUSES = [str(status.value) for status in Status]
@@ -79,6 +81,7 @@ class JudgePool(Judging):
     `WorkerPool`). Each process may use `memory_gb` of address space. `sandbox` and `pass_env` are the settings of that
     name in the section `reward`: "auto" is strict for judges of this package and basic for users' code (see
     `assay.system.sandbox`). `workers=0` judges in this process without any limit: for tests and trusted judges.
+    `pool="ray"` has `workers` processes on every node of a Ray cluster, whose environment variables they get.
 
     A judge that sees groups judges all answers to a prompt in one call, to which the time limit applies. A judge that
     is `async` judges up to 64 items concurrently in each process.
@@ -92,6 +95,7 @@ class JudgePool(Judging):
         memory_gb: float | None = 4.0,
         sandbox: Sandbox = "auto",
         pass_env: Sequence[str] = (),
+        pool: Place = "local",
     ) -> None:
         if workers < 0:
             raise UserError(f"the number of judge workers must be at least 0, not {workers}")
@@ -99,6 +103,8 @@ class JudgePool(Judging):
             raise UserError(f"the time limit of judging must be above 0 seconds, not {timeout_s}")
         if workers == 0 and sandbox == "strict":
             raise UserError("the strict sandbox needs worker processes: set reward.workers to at least 1")
+        if workers == 0 and pool == "ray":
+            raise UserError("reward.pool = 'ray' needs judge processes on every node: set reward.workers to at least 1")
         if workers and (least := least_timeout_s(judge)) > timeout_s:
             raise UserError(
                 f"programs may run for {least - MARGIN_S:g} s (task.args.timeout_s), so judging needs a limit of "
@@ -109,8 +115,10 @@ class JudgePool(Judging):
         self._closed = False
         self._pool: WorkerPool[list[Verdict]] | None = None
         if workers:
+            if pool == "local":
+                _check_set(pass_env)
             self._settings = _worker_settings(judge, timeout_s, memory_gb, sandbox, pass_env)
-            self._pool = WorkerPool(self._settings, workers, parse_verdicts)
+            self._pool = _make_pool(pool, self._settings, workers, pass_env)
 
     def fields(self, prompt: Prompt) -> Mapping[str, Any]:
         return judged_fields(self._judge, prompt)
@@ -234,12 +242,25 @@ def parse_verdict(value: Any) -> Verdict:
     return Verdict(reward, Status(status), parsed, parts, detail)
 
 
-def _worker_settings(
-    judge: Judge, timeout_s: float, memory_gb: float | None, sandbox: Sandbox, pass_env: Sequence[str]
-) -> WorkerSettings:
+def _make_pool(
+    pool: Place, settings: WorkerSettings, workers: int, pass_env: Sequence[str]
+) -> WorkerPool[list[Verdict]]:
+    if pool == "local":
+        return WorkerPool(settings, workers, parse_verdicts)
+    judges = importlib.import_module("assay.integrations.ray.judges")  # by name: its package is optional
+    cluster_pool: WorkerPool[list[Verdict]] = judges.ClusterPool(settings, workers, parse_verdicts, pass_env)
+    return cluster_pool
+
+
+def _check_set(pass_env: Sequence[str]) -> None:
     unset = [name for name in pass_env if name not in os.environ]
     if unset:
         raise UserError(f"reward.pass_env names {unset[0]}, which is not set: set it, or remove it from pass_env")
+
+
+def _worker_settings(
+    judge: Judge, timeout_s: float, memory_gb: float | None, sandbox: Sandbox, pass_env: Sequence[str]
+) -> WorkerSettings:
     function = serialized(judge)
     level = level_for(judge, sandbox)
     return WorkerSettings(

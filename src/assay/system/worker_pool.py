@@ -76,8 +76,8 @@ class WorkerPool(Generic[T]):
         if not items:
             return []
         batch = _Batch(len(items))
-        for chunk in _split(batch, items, self._workers, 1 if self._settings.concurrent else 4):
-            self._jobs.put(chunk)
+        for part in split_items(items, self._workers, 1 if self._settings.concurrent else 4):
+            self._jobs.put(_Chunk(batch, part))
         return batch.wait(report)
 
     def close(self) -> None:
@@ -317,19 +317,24 @@ class _Chunk:
         return [_Chunk(self.batch, part) for part in (self.items[:middle], self.items[middle:]) if part]
 
 
-def _split(batch: _Batch, items: Sequence[Item], workers: int, per_worker: int = 4) -> list[_Chunk]:
-    """Split items into chunks small enough that all workers stay busy and no message is huge."""
-    size = max(1, min(MAX_CHUNK, -(-len(items) // (workers * per_worker))))
-    chunks: list[_Chunk] = []
+def split_items(
+    items: Sequence[Item], receivers: int, per_receiver: int = 4, scale: int = 1
+) -> list[list[tuple[int, Item]]]:
+    """Split items, with their indices, into parts small enough that all receivers stay busy and no message is huge.
+
+    `scale`: by which the limits of a part are larger than those of a message to one worker.
+    """
+    size = max(1, min(scale * MAX_CHUNK, -(-len(items) // (receivers * per_receiver))))
+    parts: list[list[tuple[int, Item]]] = []
     chars_left = 0
     for index, item in enumerate(items):
         chars = sum(len(text) for field in item for text in _texts(field))
-        if not chunks or len(chunks[-1].items) == size or chars > chars_left:
-            chunks.append(_Chunk(batch, []))
-            chars_left = MAX_CHUNK_CHARS
-        chunks[-1].items.append((index, item))
+        if not parts or len(parts[-1]) == size or chars > chars_left:
+            parts.append([])
+            chars_left = scale * MAX_CHUNK_CHARS
+        parts[-1].append((index, item))
         chars_left -= chars
-    return chunks
+    return parts
 
 
 def _texts(field: Any) -> list[str]:

@@ -317,7 +317,7 @@ def build_judge_pool(cfg: RewardConfig, task: Task | None, judge: JudgeConfig | 
 
 
 def judge_pool(judge: Judge, cfg: RewardConfig) -> JudgePool:
-    return JudgePool(judge, cfg.workers, cfg.timeout_s, sandbox=cfg.sandbox, pass_env=cfg.pass_env)
+    return JudgePool(judge, cfg.workers, cfg.timeout_s, sandbox=cfg.sandbox, pass_env=cfg.pass_env, pool=cfg.pool)
 
 
 def build_judge(cfg: RewardConfig, task: Task | None, shaped: bool = True) -> Judge:
