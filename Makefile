@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs
+RAY_READY := $(VENV)/.ray
 VLLM_READY := .venv-vllm/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check
 # A test process a core, each with one thread: models here are so small that threads only wait for each other.
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-extras test-wheel test-slurm test-vllm test-sglang lint format clean
+.PHONY: demo test test-all test-extras test-wheel test-slurm test-ray test-vllm test-sglang lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/assay train configs/demo.toml
@@ -33,6 +34,10 @@ test-wheel: $(READY)
 # Needs Debian's slurm-wlm and munge, or the like; the daemons are its own and end with it.
 test-slurm: $(READY)
 	$(BIN)/pytest -m slurm tests/slurm
+
+# Clusters of several nodes on this machine.
+test-ray: $(RAY_READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m ray tests/ray tests/integrations
 
 # With ASSAY_VLLM_PYTHON, that interpreter runs vLLM, and nothing is installed.
 test-vllm: $(READY) $(if $(ASSAY_VLLM_PYTHON),,$(VLLM_READY))
@@ -70,6 +75,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(READY): $(INSTALLED)
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $(READY)
+
+# and with Ray
+$(RAY_READY): $(READY)
+	$(PIP) -c constraints.txt -e '.[ray]'
+	touch $(RAY_READY)
 
 # and with the site generator
 $(DOCS_READY): $(INSTALLED)

@@ -32,6 +32,7 @@ SMOKE_TESTS = {  # words of the pytest command, by extra
     "view": "tests/web/test_app.py -m 'not slow'",
     "vllm": "tests/integrations/test_vllm.py -m 'not slow'",
     "sglang": "tests/integrations/test_sglang.py -m 'not slow'",
+    "ray": "tests/integrations/test_ray_judges.py",
     "openai": "tests/integrations/test_openai.py -m 'not slow'",
     "wandb": "tests/runs/test_trackers.py -k wandb",
     "trackio": "tests/runs/test_trackers.py -k trackio",
