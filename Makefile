@@ -10,7 +10,9 @@ VLLM_READY := .venv-vllm/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check
 # A test process a core, each with one thread: models here are so small that threads only wait for each other.
 WORKERS ?= auto
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
+# Bytecode is kept even where the environment turns that off, as container images often do: without it, each worker
+# compiles all tests, and each process that a test starts compiles the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-all test-extras test-wheel test-slurm test-ray test-vllm test-sglang lint format clean
 

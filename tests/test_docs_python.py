@@ -13,7 +13,6 @@ from reward_model_parts import save_classifier
 from serve_parts import save_folder, tiny_model
 
 import assay
-from assay.training import run as train_run
 
 GUIDE = ROOT / "docs" / "guides" / "python.md"
 PRETRAINED = '"Qwen/Qwen2.5-0.5B-Instruct"'
@@ -21,9 +20,8 @@ NANO = '{"source": "preset:nano", "tokenizer": "characters"}'
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
     return tmp_path
 
 

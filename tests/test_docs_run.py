@@ -19,7 +19,6 @@ from stub_endpoint import StubEndpoint, stub_endpoint
 from assay.cli.main import main
 from assay.runs.rollouts import read_rollouts
 from assay.text import char_tokenizer
-from assay.training import run as train_run
 from assay.types import Finish
 
 SMALL = 'model = {source = "preset:nano", tokenizer = "characters"}\nsampling.max_new_tokens = 8\n'
@@ -34,9 +33,8 @@ def command(page: str, text: str) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None) -> Path:
     """An empty working directory with the examples of the repository. Runs do not plot their curves."""
-    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -19,7 +19,6 @@ from small_run import CONFIG, SmallRuns
 from assay.cli.main import main
 from assay.runs.directory import read_metrics
 from assay.runs.rollouts import read_rollouts
-from assay.training import run as train_run
 from assay.types import Rollout
 
 PAGES = ("guides/own-algorithm.md", "guides/package.md", "reference/backends.md")
@@ -70,9 +69,8 @@ def code_lines(code: str) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)
     SmallRuns(tmp_path)  # writes small.toml and its reward function
     return tmp_path
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 TESTS = Path(__file__).resolve().parent
 SOURCE = TESTS.parent / "src" / "assay"
@@ -49,22 +51,42 @@ def package_of(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+class Statements(NamedTuple):
+    """Statements of a module: imports at the top level, in functions, and under TYPE_CHECKING; classes."""
+
+    top: list[ast.stmt]
+    inner: list[ast.stmt]
+    typing: list[ast.stmt]
+    classes: list[str]
+
+
 @cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+def statements(file: Path) -> Statements:
+    """Without the syntax tree itself, which would take memory and time of the tests that follow."""
+    found = Statements([], [], [], [])
+
+    def visit(nodes: Iterable[ast.AST], kind: list[ast.stmt]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                kind.append(node)
+            elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+                if isinstance(node, ast.ClassDef):
+                    found.classes.append(node.name)
+                guard = kind is found.top and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+                visit(ast.iter_child_nodes(node), found.typing if guard or kind is found.typing else found.inner)
+
+    visit(ast.parse(file.read_text()).body, found.top)
+    return found
 
 
 @cache
 def imports(file: Path, *, top_level_only: bool = False, with_typing: bool = False) -> set[str]:
     """Names of imported modules, and of imported objects with their module in front."""
-    tree = parsed(file)
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    typing_only = set() if with_typing else {inner for block in blocks for inner in ast.walk(block)}
-    names: set[str] = set()
-    for node in tree.body if top_level_only else ast.walk(tree):
-        if isinstance(node, ast.Import) and node not in typing_only:
+    found, names = statements(file), set[str]()
+    for node in (*found.top, *([] if top_level_only else found.inner), *(found.typing if with_typing else [])):
+        if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node not in typing_only:
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: use absolute imports"
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -147,9 +169,8 @@ def test_the_loop_fits_on_one_screen() -> None:
 def test_no_two_classes_have_the_same_name() -> None:
     modules: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.ClassDef):
-                modules.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+        for name in statements(file).classes:
+            modules.setdefault(name, []).append(str(file.relative_to(SOURCE)))
     assert not {name: found for name, found in modules.items() if len(found) > 1}
 
 

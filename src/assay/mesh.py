@@ -257,12 +257,13 @@ class Mesh:
 def init_mesh(
     tp: int = 1,
     device: torch.device | str = "cpu",
-    settings: Mapping[str, str] | None = None,
+    settings: Callable[[], Mapping[str, str]] = dict,
     heartbeat_timeout_s: float = TIMEOUT_S,
 ) -> Mesh:
     """The mesh of the processes that torchrun started, with `tp` of them per model; without torchrun, one process.
 
-    `settings` must be equal on all ranks. They are compared first: with different `tp`, ranks would wait forever.
+    What `settings` returns must be equal on all ranks. It is compared first: with different `tp`, ranks would wait
+    forever.
     """
     device = torch.device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -281,7 +282,7 @@ def init_mesh(
     if not dist.is_initialized():
         dist.init_process_group(backend(device), timeout=START)
         start_heartbeat(heartbeat_timeout_s)
-    by_rank = gathered((socket.gethostname(), dict(settings or {})))
+    by_rank = gathered((socket.gethostname(), dict(settings())))
     check_equal(by_rank, "start all ranks with the same command, config file, code and packages")
     return mesh_of_all(device, tp)
 

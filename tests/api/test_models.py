@@ -41,7 +41,7 @@ async def coroutine_reward(completion: str, answer: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
+def small(tmp_path_factory: pytest.TempPathFactory, no_curves: None) -> SmallRuns:
     small = SmallRuns(tmp_path_factory.mktemp("used"))
     assert small.train("--save.keep", 9) == 0
     return small
@@ -112,7 +112,7 @@ def test_closed_models_leave_nothing_in_memory(small: SmallRuns) -> None:
         return sum(value.nbytes for value in gc.get_objects() if issubclass(type(value), torch.Tensor))
 
     before, files, engines = tensors(), len(os.listdir("/proc/self/fd")), []
-    for _ in range(10):
+    for _ in range(3):
         with load("run:small@last", runs_dir=small.runs) as loaded:
             loaded.generate(QUESTION)
             engines.append(weakref.ref(loaded._opened()[1]))

@@ -11,7 +11,6 @@ from small_run import SmallRuns
 
 from assay import Trainer, session
 from assay.runs import read_rollouts
-from assay.training import run
 from assay.training.sources import mixed
 from assay.types import Group, UserError
 
@@ -20,8 +19,7 @@ REPLAY: dict[str, Any] = {"replay.capacity": 5, "train.steps": 4, "save.every": 
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
-    monkeypatch.setattr(run, "draw_curves", lambda path: None)
+def small(tmp_path: Path, no_curves: None) -> SmallRuns:
     return SmallRuns(tmp_path)
 
 
@@ -111,8 +109,7 @@ def test_replay_without_ratio_changed_settings_and_several_processes_are_refused
         Classic(small.config, settings)
 
 
-def test_example_classic_loop_steps_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "draw_curves", lambda path: None)
+def test_example_classic_loop_steps_an_environment(tmp_path: Path, no_curves: None) -> None:
     example = runpy.run_path(str(ROOT / "examples" / "classic_loop.py"))
     short = {"train.steps": 2, "eval.final_examples": 20, "eval.examples": 5, "runs_dir": str(tmp_path)}
     trainer = example["Classic"](settings={**example["SETTINGS"], **short}, quiet=True)
@@ -265,9 +262,8 @@ def test_env_truncates_episodes_after_max_steps(small: SmallRuns, max_steps: int
 
 
 @pytest.mark.slow
-def test_example_own_loop_trains_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_own_loop_trains_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(run, "draw_curves", lambda path: None)
     example = runpy.run_path("examples/own_loop.py")
     short = {"sft.steps": 20, "eval.final_examples": 20, "eval.examples": 5}
     settings = {**example["SETTINGS"], "steps": 3, "runs_dir": str(tmp_path), "quiet": True}

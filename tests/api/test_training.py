@@ -31,7 +31,6 @@ from assay.rewards import JudgePool, importing
 from assay.rewards.functions import FunctionJudge
 from assay.runs.console import Console
 from assay.tasks import make_task
-from assay.training import run as training_run
 from assay.types import Message, Prompt, Status, UserError, Verdict
 
 ROWS = [{"question": f"{a} + {b} = ", "answer": str(a + b)} for a in range(6) for b in range(5)]
@@ -47,9 +46,9 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(training_run, "draw_curves", lambda path: None)
-    return {**SMALL, "runs_dir": str(tmp_path / "runs"), "data": ROWS}
+def small(tmp_path: Path, no_curves: None) -> dict[str, Any]:
+    """Arguments of a small run, which judges in this process: worker processes take longer to start than it takes."""
+    return {**SMALL, "runs_dir": str(tmp_path / "runs"), "data": ROWS, "reward.workers": 0}
 
 
 def rewards_of(run: assay.SavedRun) -> set[float]:
@@ -77,6 +76,7 @@ def test_functions_of_the_program_are_rewards(small: dict[str, Any]) -> None:
 def test_functions_run_in_judge_processes_unless_they_cannot_be_sent_there(
     small: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    del small["reward.workers"]
     seen: list[str] = []
     lock = threading.Lock()
 

@@ -17,7 +17,6 @@ from small_run import SmallRuns
 
 from assay.cli.main import main, run_command
 from assay.evals.report import Report
-from assay.training import run as train_run
 from assay.types import Status, UserError
 
 WORDS = ("--sft.steps", 3, "--sft.batch", 4, "--eval.every", 1, "--train.budget", 27, "--algo.kl_coef", 0.5)
@@ -29,7 +28,7 @@ def small(tmp_path: Path) -> SmallRuns:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def launched(monkeypatch: pytest.MonkeyPatch, no_curves: None) -> list[list[str]]:
     """Runs are made in this process, which is ten times faster."""
     calls: list[list[str]] = []
 
@@ -38,7 +37,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return main(words)
 
     monkeypatch.setattr(recipes, "launch", launch)
-    monkeypatch.setattr(train_run, "draw_curves", lambda path: None)  # slower than the runs
     return calls
 
 

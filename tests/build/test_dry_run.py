@@ -220,7 +220,7 @@ def test_a_dry_run_and_an_evaluation_warn_of_unknown_words_in_evaluation_prompts
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None) -> SmallRuns:
     (tmp_path / "code.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     return SmallRuns(tmp_path)

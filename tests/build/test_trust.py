@@ -392,7 +392,7 @@ judge = {{{{url = "{url}", model = "j", api_key_env = "SECRET_KEY", rubric_file 
 
 
 def test_a_foreign_run_sends_nothing_to_its_judge_without_consent(
-    make_gift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    make_gift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, no_curves: None
 ) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("my secret")

@@ -18,8 +18,10 @@ from assay.cli.train import explain_sampling
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
+from assay.runs.curves import draw_curves
 from assay.runs.directory import RunFiles
 from assay.text import char_tokenizer
+from assay.training import run as train_run
 from assay.training.sources import OnPolicySource
 
 TASK_FILE = '''
@@ -66,7 +68,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     """A finished run with judge workers, a warm start and all files."""
     small = SmallRuns(tmp_path_factory.mktemp("finished"))
     words = ("--sft.steps", 2, "--sft.batch", 4, "--reward.workers", 1, "--seed", 11, "--eval.every", 1)
-    with redirect_stdout(StringIO()) as output, redirect_stderr(output):
+    with redirect_stdout(StringIO()) as output, redirect_stderr(output), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_run, "draw_curves", draw_curves)
         assert small.train(*words) == 0
     assert "could not be drawn" not in output.getvalue(), output.getvalue()
     return small

@@ -6,12 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from assay.rewards.reward_model import RewardModelWorker
+
 SPECIAL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
 COMMON = ["two", "plus", "is", "four", "five", "nice", "rude", "very", "what", "the", "answer", "good", "bad"]
 WORDS = [*SPECIAL, *COMMON]
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> {% endfor %}"  # one token each
 )
+
+
+class LocalWorker:
+    """Computes in this process: another one takes seconds to start."""
+
+    def __init__(self, source: str, *options: Any) -> None:
+        self.worker = RewardModelWorker()
+        self.worker.load(source, *options)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.worker, method)(*arguments)
+
+    def close(self) -> None:
+        pass
 
 
 def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:

@@ -122,7 +122,7 @@ def test_servers_survive_sigterm_and_end_with_the_input(tmp_path: Path) -> None:
         pid = next(int(line.split("process ")[1].split(";")[0]) for line in node.stdout if "process " in line)
         for one in (node.pid, pid):
             os.kill(one, signal.SIGTERM)
-        time.sleep(1.0)
+        time.sleep(0.5)
         assert node.poll() is None and Path(f"/proc/{pid}/stat").exists() and state(tmp_path)["starts"] == 1
         rest, _ = node.communicate(timeout=30)
     assert node.returncode == 0 and "the servers have ended" in rest and not Path(f"/proc/{pid}").exists()

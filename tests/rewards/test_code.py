@@ -215,11 +215,11 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_program_times_out_and_affects_no_other(name: str) -> None:
     fields = {"tests": ["assert list(f(2)) == []" if name == "endless generator" else "assert f(2) == 4"]}
-    verdict = judge(ENDLESS[name], fields, timeout_s=1.0)
+    verdict = judge(ENDLESS[name], fields, timeout_s=10.0 if name == "endless generator" else 0.4)
     if name == "endless generator":
         assert verdict.status is Status.WRONG and "more than 100,000 elements" in verdict.detail
     else:
-        assert verdict.status is Status.TIMEOUT and "longer than 1 s" in verdict.detail
+        assert verdict.status is Status.TIMEOUT and "longer than 0.4 s" in verdict.detail
     assert verdict.reward == 0.0 and judge(RIGHT).correct
 
 
@@ -286,7 +286,7 @@ def test_invalid_tests_are_an_error_of_the_problem(fields: dict[str, Any], detai
 
 
 def test_tests_that_do_not_end_time_out() -> None:
-    assert judge(RIGHT, {"tests": ["while True: pass"]}, timeout_s=0.5).status is Status.TIMEOUT
+    assert judge(RIGHT, {"tests": ["while True: pass"]}, timeout_s=0.2).status is Status.TIMEOUT
     assert "use plain values" in judge(RIGHT, {"tests": ["f(lambda: 1)"]}).detail
     assert judge(RIGHT, {"tests": ["import os; os._exit(0)"]}).status is Status.ERROR
     assert judge(RIGHT).correct
@@ -342,7 +342,7 @@ def test_settings_are_checked() -> None:
 
 def test_judge_pool_runs_programs() -> None:
     programs = [RIGHT, "import os\nos.fork()", RIGHT, "while True: pass", RIGHT]
-    with JudgePool(RewardMix(CodeJudge(timeout_s=1.0)), workers=1, timeout_s=60.0) as pool:
+    with JudgePool(RewardMix(CodeJudge(timeout_s=0.5)), workers=1, timeout_s=60.0) as pool:
         verdicts = pool.judge([(block(program), "", SQUARE) for program in programs])
     statuses = [verdict.status for verdict in verdicts]
     assert statuses == [Status.OK, Status.WRONG, Status.OK, Status.TIMEOUT, Status.OK]

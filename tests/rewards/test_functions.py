@@ -12,6 +12,7 @@ import pytest
 from assay.rewards import FunctionJudge, JudgePool, RewardMix
 from assay.rewards.functions import NOT_APPLICABLE
 from assay.rewards.importing import load_object
+from assay.system import worker_pool
 from assay.types import Prompt, Status, UserError, Verdict
 
 Write = Callable[[str], str]
@@ -152,7 +153,8 @@ def test_async_functions_run_concurrently_on_the_answers_of_several_prompts(
             assert [[verdict.reward for verdict in group] for group in verdicts] == [[1.0] * 4] * 3
 
 
-def test_time_limit_of_an_async_function_ends_only_its_call(write: Write) -> None:
+def test_time_limit_of_an_async_function_ends_only_its_call(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "GRACE_S", 0.5)
     path = write("""
         import asyncio, os, time
 

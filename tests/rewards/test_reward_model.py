@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_model_parts import ids_of, save_classifier, save_tokenizer, transformers_logits
+from reward_model_parts import LocalWorker, ids_of, save_classifier, save_tokenizer, transformers_logits
 from stub_endpoint import Fault, message, stub_endpoint
 
 from assay.config import JudgeConfig
@@ -18,7 +18,6 @@ from assay.rewards.model_judge import ModelJudge
 from assay.rewards.reward_model import (
     RewardModelJudge,
     RewardModelProcess,
-    RewardModelWorker,
     local_identity,
     make_model_judge,
     outputs_in,
@@ -53,20 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def logits(folder: Path) -> list[float]:
     return [outputs[0] for outputs in transformers_logits(folder, [talk(answer) for answer in ANSWERS])]
-
-
-class LocalWorker:
-    """Computes in this process: another one takes seconds to start."""
-
-    def __init__(self, source: str, *options: Any) -> None:
-        self.worker = RewardModelWorker()
-        self.worker.load(source, *options)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.worker, method)(*arguments)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

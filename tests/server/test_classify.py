@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from process_tree import descendants, table
-from reward_model_parts import ids_of, save_classifier, transformers_logits
+from reward_model_parts import LocalWorker, ids_of, save_classifier, transformers_logits
 from serve_parts import RunningServer, command
 
 from assay.config import HttpConfig, JudgeConfig
@@ -36,9 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(folder: Path) -> Iterator[RewardModelProcess]:
-    process = RewardModelProcess(str(folder), "cpu")
-    yield process
-    process.close()
+    """Computes in this process; the last test has a real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RewardModelProcess, "_start", lambda process: LocalWorker(*process._load))
+        yield RewardModelProcess(str(folder), "cpu")
 
 
 @pytest.fixture(scope="module")

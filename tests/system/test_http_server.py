@@ -43,7 +43,7 @@ def test_answers_are_not_delayed() -> None:
 async def app(scope: Any, receive: Any, send: Any) -> None:
     while (await receive()).get("more_body"):
         pass
-    await asyncio.sleep(1.0 if scope["path"] == "/slow" else 0.0)
+    await asyncio.sleep(0.5 if scope["path"] == "/slow" else 0.0)
     body = b"ok".rjust(2 if scope["path"] != "/long" else 16 << 20)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
@@ -80,8 +80,8 @@ def test_connections_that_send_no_complete_request_are_closed(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(implementation)
-    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.3)
-    with server(implementation, keep_alive_s=0.3) as port:
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.15)
+    with server(implementation, keep_alive_s=0.15) as port:
         for beginning in (b"", b"GET / HTTP/1.1\r\nHost:"):  # nothing, or half of the first request
             with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
                 connection.sendall(beginning)
@@ -100,7 +100,7 @@ def test_connections_that_send_no_complete_request_are_closed(
 @pytest.mark.parametrize("implementation", ["httptools", "h11"])
 def test_a_long_answer_is_not_cut_off(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(implementation)
-    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.1)
     with (
         server(implementation, keep_alive_s=5) as port,
         socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
@@ -157,10 +157,10 @@ def test_long_headers_and_large_bodies_are_accepted(implementation: str) -> None
 
 
 def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(http_server, "READ_TIMEOUT_S", 0.2)
     request = REQUEST.replace(b" / ", b" /long ")
     with server("h11", keep_alive_s=5) as port:
-        for pause_s in (1.5, 4, 12):  # a busy machine may need longer to notice that nothing is read
+        for pause_s in (0.7, 4, 12):  # a busy machine may need longer to notice that nothing is read
             with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
                 connection.sendall(request)
                 received = 0

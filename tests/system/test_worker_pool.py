@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pool_functions import FailsToLoad, imports, work
 
 from assay.system.pipe_messages import BadMessage
-from assay.system.sandbox import Level, WorkerSettings, environment, time_limit_paused
+from assay.system.sandbox import Level, WorkerSettings, environment
 from assay.system.worker_pool import MAX_CHUNK_CHARS, ItemFailure, StartFailed, WorkerPool, split_items
 
 
@@ -28,29 +27,16 @@ def parse(value: Any) -> Any:
     return value
 
 
-def work(command: str, argument: Any = None) -> Any:
-    if command == "sleep":
-        time.sleep(argument)
-    if command == "exit":
-        os._exit(argument)
-    if command == "raise":
-        raise KeyError(argument)
-    if command == "pause":
-        with time_limit_paused():
-            time.sleep(argument)
-    return {"set": {1}}.get(command, command)
-
-
 def test_results_failures_and_lost_workers() -> None:
     """One pool for all, because starting workers takes most of the time."""
-    pool = pool_of(work, timeout_s=1.0)
+    pool = pool_of(work, timeout_s=0.6)
     items: list[tuple[Any, ...]] = [
         ("a",),
         ("raise", "reason"),
         ("set",),  # JSON has no sets
         ("exit", 3),
         ("invalid",),
-        ("pause", 1.1),  # longer than the time limit
+        ("pause", 0.7),  # longer than the time limit
         ("sleep", 60),
         ("b",),
     ]
@@ -71,13 +57,6 @@ def test_results_failures_and_lost_workers() -> None:
         assert isinstance(failure, ItemFailure) and not failure.timed_out and word in failure.detail
     with pytest.raises(RuntimeError, match="closed"):
         pool.map([("a",)])
-
-
-class FailsToLoad:
-    def prepare(self) -> None:
-        raise ImportError("no such library")
-
-    def __call__(self) -> None: ...
 
 
 def test_function_that_cannot_be_prepared_is_reported() -> None:
@@ -114,18 +93,13 @@ def test_pool_cannot_be_used_in_a_forked_process() -> None:
     pool.close()
 
 
-SLOW_MODULE = "import time\ntime.sleep(1.3)\n"
-
-
-def imports(folder: str, name: str) -> str:
-    sys.path.append(folder)
-    return str(__import__(name).__name__)
+SLOW_MODULE = "import time\ntime.sleep(0.7)\n"
 
 
 def test_first_imports_do_not_count_against_the_time_limit(tmp_path: Path) -> None:
     for name in ("slow_one", "slow_two"):
         (tmp_path / f"{name}.py").write_text(SLOW_MODULE)
-    pool = pool_of(imports, timeout_s=1.0)
+    pool = pool_of(imports, timeout_s=0.6)
     results = pool.map([(str(tmp_path), name) for name in ("slow_one", "slow_two", "slow_one")])
     pool.close()
     assert results == ["slow_one", "slow_two", "slow_one"]

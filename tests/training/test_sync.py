@@ -45,6 +45,8 @@ from assay.training.sync import (
 )
 from assay.types import UserError
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sync_copies_all_weights_and_sets_the_version(dtype: torch.dtype) -> None:

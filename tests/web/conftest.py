@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from assay.training import run as train_run
-
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
@@ -23,12 +21,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_curves() -> Iterator[None]:
-    """Plotting takes longer than a small run. Tests of other folders in the same process do plot."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_run, "draw_curves", lambda path: None)
-        yield
+@pytest.fixture(scope="package", autouse=True)
+def without_curves(no_curves: None) -> None:
+    """For all tests of this folder."""
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from assay.runs import Run, rollouts, write_rollouts
 from assay.text import char_tokenizer, load_tokenizer
 from assay.training.learner.update import Fault, dump_batch
 from assay.types import Completion, Finish, Group, Rollout, Turn
+from assay.web import data
 from assay.web.data import MetricsQuery, RunView, ViewError, curve, shortened
 from assay.web.table import PromptsQuery, RolloutsQuery
 
@@ -46,7 +47,8 @@ def test_thinned_curves_keep_all_peaks() -> None:
     assert curve(xs[:100], ys[:100], 100)["x"] == list(range(100))
 
 
-def test_evaluations_are_listed_before_they_are_indexed(tmp_path: Path) -> None:
+def test_evaluations_are_listed_before_they_are_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "READY_WAIT_S", 0.01)  # the doctor of later tests waits for this one
     view = RunView("one", standard_run(tmp_path), request_index=lambda view: None)  # it never reads a file
     detail = view.detail()
     assert detail["indexed"]["done"] == 0 < detail["indexed"]["total"]

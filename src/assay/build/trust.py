@@ -14,9 +14,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import reduce
+from functools import cache
 from importlib.machinery import PathFinder
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,12 +157,17 @@ def digest(cfg: TrainConfig, contents: bool) -> str:
 
 def named_settings(cfg: TrainConfig) -> Iterator[tuple[str, Resource, Any]]:
     """The settings that declare a `Resource`, with their values; default values name nothing."""
-    default = TrainConfig()
-    for key, field in keys(TrainConfig):
-        resource = resource_of(field)
-        value, usual = (reduce(getattr, key.split("."), settings) for settings in (cfg, default))
-        if resource is not None and value != usual:
+    for key, resource, usual in declared_resources():
+        if (value := attrgetter(key)(cfg)) != usual:
             yield key, resource, value
+
+
+@cache
+def declared_resources() -> list[tuple[str, Resource, Any]]:
+    """The settings that declare a `Resource`, with their default values."""
+    declared = [(key, resource_of(field)) for key, field in keys(TrainConfig)]
+    default = TrainConfig()
+    return [(key, resource, attrgetter(key)(default)) for key, resource in declared if resource is not None]
 
 
 def named_in(cfg: TrainConfig) -> Iterator[Named]:

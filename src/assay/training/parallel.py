@@ -57,7 +57,9 @@ SAME_INPUTS = "give all ranks the same files"
 def start_mesh(cfg: TrainConfig) -> Mesh:
     """Create the process grid; settings and code must be equal on all ranks."""
     timeout_s = cfg.parallel.heartbeat_timeout_s
-    return init_mesh(cfg.parallel.tp, pick_device(cfg.device), code_versions() | compared_settings(cfg), timeout_s)
+    return init_mesh(
+        cfg.parallel.tp, pick_device(cfg.device), lambda: code_versions() | compared_settings(cfg), timeout_s
+    )
 
 
 def check_layout(cfg: TrainConfig, mesh: Mesh, algo: Algorithm) -> None:

@@ -92,8 +92,8 @@ def test_a_server_that_ends_at_once_is_reported_with_the_error_in_its_log() -> N
 
 
 def test_a_server_that_does_not_become_ready_is_stopped() -> None:
-    with servers("import time; print('loading', flush=True); time.sleep(600)", start_timeout_s=1.5) as launched:
-        with pytest.raises(UserError, match=r"not ready after 1.5 s \(last line of .*: loading\): raise server.sta"):
+    with servers("import time; print('loading', flush=True); time.sleep(600)", start_timeout_s=0.8) as launched:
+        with pytest.raises(UserError, match=r"not ready after 0.8 s \(last line of .*: loading\): raise server.sta"):
             start(launched)
         assert all(program.ended for program in launched.programs.values())
 

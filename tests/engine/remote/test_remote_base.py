@@ -34,6 +34,7 @@ from processes import start
 from assay.config import RemoteEngineConfig
 from assay.engine.base import Request, RequestError
 from assay.engine.client import EngineClient, connect, generate, run_sync
+from assay.engine.remote import http
 from assay.engine.remote.base import Ranks
 from assay.engine.sequence import Job
 from assay.mesh import Mesh, init_mesh
@@ -155,7 +156,8 @@ def test_a_busy_server_is_asked_again() -> None:
         assert len(generate(engine, requests(1))[0]) == 3 and refused == [0]
 
 
-def test_a_server_that_is_not_reachable_is_reported_when_the_engine_is_built() -> None:
+def test_a_server_that_is_not_reachable_is_reported_when_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PAUSES_S", (0.05, 0.1))
     with small_server(echo) as server:
         url = server.url
     with pytest.raises(UserError, match=f"the echo server {url} is not reachable"):

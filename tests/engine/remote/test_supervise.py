@@ -17,9 +17,15 @@ from http_parts import Answer, SmallServer
 
 from assay.engine.base import Request
 from assay.engine.client import connect, generate, run_sync
+from assay.engine.remote import http
 from assay.engine.remote.http import Server, ServerStale, ServerState
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PAUSES_S", (0.05, 0.1, 0.2))
 
 
 class VersionedEngine(EchoEngine):
@@ -169,7 +175,7 @@ def test_an_event_loop_that_is_held_up_is_no_fault_of_the_servers() -> None:
 
     with engine_on(Slow(), Slow(), kind=VersionedEngine, health_timeout_s=0.4) as (engine, _):
         engine.update_weights(POLICY, 0)
-        for _ in range(3):
+        for _ in range(2):
             time.sleep(0.1)
             engine.loop.post(lambda: time.sleep(0.65))
             engine.loop.call(asyncio.sleep(0))
@@ -267,7 +273,7 @@ def test_cancelled_requests_of_a_retired_server_are_not_sent_again() -> None:
         assert sum(fake.http.paths().count("/generate") for fake in fakes) == 12  # type: ignore[union-attr]
 
 
-def test_random_faults_lose_and_double_nothing(until_s: float = 2.0) -> None:
+def test_random_faults_lose_and_double_nothing(until_s: float = 1.0) -> None:
     """Faults of all kinds at random times, on two of three servers; requests and updates all the while."""
     kinds = ["drops connections", "hangs", "garbage", "restarted", "fails", "unhealthy"]
     draw, stop, injected = random.Random(0), threading.Event(), [0]
