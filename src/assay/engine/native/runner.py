@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.base import TokenScores
+from assay.engine.base import TokenScores, gc_paused
 from assay.engine.native.attention import ChunkAttention, RowAttention, VarlenAttention, slots_of
 from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder, TokenPositions
@@ -216,7 +216,8 @@ class GraphRunner(Runner):
     def _record(self, size: int, sharing: bool, splits: int, windowed: bool) -> torch.cuda.CUDAGraph:
         self._warm_up(size, sharing, splits, windowed)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        # A collection could delete CUDA objects of another engine meanwhile, which would invalidate the capture.
+        with gc_paused(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             self._whole_step(size, sharing, splits, windowed)
         return graph
 
