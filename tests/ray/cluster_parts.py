@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from process_tree import table
 from small_run import SmallRuns
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads these when it is imported
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 SOURCE = str(Path(__file__).parents[2] / "src")
 HALF = ["--cluster.cpus_per_learner", "0.5", "--cluster.cpus_per_engine", "0.5"]

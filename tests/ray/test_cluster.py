@@ -13,6 +13,7 @@ import pytest
 from cluster_parts import ClusterRun, Nodes, commands
 from safetensors.torch import load_file
 from small_run import SmallRuns
+from waiting import comes_true
 
 from assay.runs.rollouts import read_rollouts
 
@@ -49,7 +50,7 @@ def test_a_run_on_three_nodes_equals_that_of_torchrun(
 
 def test_the_number_of_servers_follows_the_settings(tmp_path: Path) -> None:
     """In a Ray of the run alone, which nobody else can reach."""
-    runs = SmallRuns(tmp_path)
+    runs, others = SmallRuns(tmp_path), ray_processes()
     words = ["--train.steps", 400, "--source", "async", "--engine", "assay", "--eval.every", 0, "--save.every", 100]
     with closing(ClusterRun(runs, *words, "--cluster.engines", 1)) as run:
         run.reach(2, serving=1)
@@ -62,6 +63,7 @@ def test_the_number_of_servers_follows_the_settings(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.ended() == 143, run.said
         assert "to resume from there" in run.said
+        assert comes_true(lambda: ray_processes() <= others, 20)  # it has ended, and no other one was started
     assert run.last["servers/failures"] == 0 and "Traceback" not in run.said
 
 
@@ -71,6 +73,10 @@ def set_engines(run: ClusterRun, count: int) -> None:
     assert found == 1
     (run.path / "new.toml").write_text(text)
     os.replace(run.path / "new.toml", file)
+
+
+def ray_processes() -> set[int]:
+    return {pid for pid, line in commands().items() if re.search(r"gcs_server|raylet", line)}
 
 
 def listening_addresses(servers: list[int]) -> set[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,8 +22,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def ray_package() -> ModuleType:
-    """The package, without reports of its use to its makers."""
+    """The package, without reports of its use to its makers. A call before or after a connection is an error: Ray would
+    connect by itself, to any cluster that it finds.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         import ray
     except ImportError:
@@ -41,6 +46,8 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
     `address`: of a running cluster, or "auto" for the one that RAY_ADDRESS names or that runs on this machine; empty
     for a new Ray on this machine, which ends with this process. `say` gets what joining a cluster exposes.
     """
+    if not address and "ray" not in sys.modules:  # Ray reads these when it is imported
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray = ray_package()
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address
@@ -49,7 +56,6 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
     given: dict[str, Any] = {"address": address or "local"}
     local = not address or address.startswith(LOOPBACK)
     if not address:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, which Ray announces unless it is set
         given["include_dashboard"] = False
     if node := (membership() or {}).get("node") or (LOOPBACK if local else ""):
         given["_node_ip_address"] = node
