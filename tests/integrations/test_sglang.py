@@ -295,7 +295,7 @@ def test_gpu_memory_is_used_for_servers_on_the_same_gpu(
     with sglang(FakeSGLang(POLICY, decode)) as (engine, _):
         engine.served = {"url": SGLangServer({"tp_size": workers}, {})}
         engine.settings, engine.options = SGLangConfig(transport=kind), replace(engine.options, device=device)
-        engine.launched = object() if started else None
+        engine.launched = servers() if started else None
         try:
             if isinstance(expected, str):
                 with pytest.raises(UserError, match=expected):

@@ -165,10 +165,8 @@ def trainer_and_nodes(folder: Path, code: str = SERVER) -> Iterator[tuple[EchoSe
 
 
 def start(launched: EchoServers) -> list[str]:
-    urls, _ = launched.start(
-        build_preset("nano", 32, 64, 0), lambda folder: (folder / "tokenizer.json").write_text("{}")
-    )
-    return urls
+    policy = build_preset("nano", 32, 64, 0)
+    return list(launched.start(policy, lambda folder: (folder / "tokenizer.json").write_text("{}")))
 
 
 def test_an_engine_starts_its_servers_on_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ class SomeHttpServers(HttpServers):
 @contextmanager
 def connected(answer: Callable[[str, Any], Answer], **options: Any) -> Iterator[tuple[SomeHttpServers, SmallServer]]:
     with small_server(answer) as server:
-        servers = SomeHttpServers([f"{server.url}/v1"], **options)
+        servers = SomeHttpServers({f"{server.url}/v1": ""}, **options)
         try:
             yield servers, server
         finally:
@@ -119,7 +119,7 @@ HOSTILE = {
 def test_answers_are_limited_in_size_and_time(kind: str, in_lines: bool) -> None:
     error, (begin, pause_s, rest) = HOSTILE[kind]
     with raw_server(begin, pause_s, rest) as (url, sent):
-        servers = SomeHttpServers([url], timeout_s=30 if error is ServerGarbage else 0.4)
+        servers = SomeHttpServers({url: ""}, timeout_s=30 if error is ServerGarbage else 0.4)
         started = time.monotonic()
         with pytest.raises(error):
             servers.loop.call(lines_of(servers)) if in_lines else servers.call(servers.servers[0], "GET", "/path")
@@ -129,7 +129,7 @@ def test_answers_are_limited_in_size_and_time(kind: str, in_lines: bool) -> None
 
 
 def test_rounding_errors_of_log_probabilities_are_valid_and_positive_ones_are_not() -> None:
-    servers = SomeHttpServers([])
+    servers = SomeHttpServers({})
     assert servers.valid_logprobs([-2, 1e-4, 0.0], 3) == [-2.0, 1e-4, 0.0]
     for bad in ([0.01], [float("-inf")], ["-1"], [False], [], None, "a"):
         with pytest.raises(ServerGarbage):
@@ -141,7 +141,7 @@ def test_a_redirect_is_not_followed() -> None:
     with small_server(lambda path, body: (200, {})) as other:
         text = raw_answer(f"location: {other.url}", "content-length: 0").replace(b"200 OK", b"307 Moved")
         with raw_server(text, 0.0, b"") as (url, _):
-            servers = SomeHttpServers([url], api_key="secret")
+            servers = SomeHttpServers({url: "secret"})
             with pytest.raises(ServerGarbage, match="redirect"):
                 servers.call(servers.servers[0], "POST", "/path", {})
             servers._disconnect()
@@ -154,7 +154,7 @@ def test_credentials_in_a_url_are_sent_and_never_shown() -> None:
 
     with small_server(refuse) as server:
         host = server.url.removeprefix("http://")
-        servers = SomeHttpServers([f"http://user:pa55word@{host}/v1?api_key=s3cret"])
+        servers = SomeHttpServers({f"http://user:pa55word@{host}/v1?api_key=s3cret": ""})
         assert servers.call(servers.servers[0], "GET", "/ok?level=1") == {}
         assert server.paths() == ["/ok?level=1&api_key=s3cret"]
         assert server.headers[0]["authorization"] == "Basic dXNlcjpwYTU1d29yZA=="

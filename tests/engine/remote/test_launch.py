@@ -69,7 +69,7 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def start(launched: PythonServers) -> list[str]:
-    return launched.start(POLICY, lambda folder: (folder / "tokenizer.json").write_text("{}"))[0]
+    return list(launched.start(POLICY, lambda folder: (folder / "tokenizer.json").write_text("{}")))
 
 
 def test_servers_are_ready_when_start_returns_and_end_with_close() -> None:

@@ -194,8 +194,8 @@ class LaunchedServers(ABC):
                 self._start_on_nodes(self.nodes, max_length)
             else:
                 self._start_here(max_length)
-            for url, key in self.keys().items():
-                self._wait(url, key)
+            for url in self.programs:
+                self._wait(url)
         except BaseException:
             self.close()
             raise
@@ -240,10 +240,10 @@ class LaunchedServers(ABC):
             return self.cluster.transport(dtype, size)
         return FolderTransport(self.settings.folder, dtype, size)
 
-    def _wait(self, url: str, key: str) -> None:
+    def _wait(self, url: str) -> None:
         """Wait until a server is ready."""
         limit = self.settings.start_timeout_s
-        if not becomes_healthy(url, key, limit, lambda: bool(self.death(url))):
+        if not becomes_healthy(url, self.keys()[url], limit, lambda: bool(self.death(url))):
             if death := self.death(url):
                 raise UserError(f"the {self.kind} server {url} did not start: {death}")
             raise UserError(

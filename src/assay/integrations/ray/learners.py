@@ -95,9 +95,9 @@ def launch(cfg: TrainConfig, commands: Commands, say: Callable[[str], None]) -> 
                 driver.send_signal(stop.requested[stop.sent])
                 stop.sent += 1
             time.sleep(POLL_S)
-    code = driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
-    if code in (0, int(ERROR.split()[-1])) or stop.requested:
-        return code
+    code = driver.returncode
+    if code in (0, 2, *(128 + number for number in SIGNALS)) or stop.requested:
+        return code if code >= 0 else 128 - code
     raise UserError(
         f"the connection to the Ray cluster was lost ({exit_reason(code)}): its head has ended, or cannot be reached; "
         f"start the cluster again, and resume with: assay train --resume {commands.run}"
