@@ -118,3 +118,16 @@ def test_files_are_written_where_a_node_lacks_them(tmp_path: Path, monkeypatch: 
     assert hosted.enter(str(tmp_path / "missing")) != ""
     hosted.remove(str(tmp_path / "copy"))
     assert not (tmp_path / "copy").exists()
+
+
+def test_the_number_of_servers_is_that_of_the_running_run(tmp_path: Path) -> None:
+    found = servers.RayServers.__new__(servers.RayServers)
+    found.member, found.slots, found.refused = {"run": str(tmp_path)}, dict.fromkeys(range(2)), 0  # type: ignore
+    lines: list[str] = []
+    for text, wanted in (("", 2), ("[cluster]\nengines = 3", 3), ("[cluster]\nengines = 0", 2), ("[cluster", 2)):
+        (tmp_path / "config.toml").write_text(text)
+        assert found.wanted() == wanted
+    (tmp_path / "config.toml").write_text("[cluster]\nengines = 3")
+    for _ in range(2):
+        found.refuse_changes(lines.append)
+    assert len(lines) == 1 and "cluster.engines = 3 is not applied: with the transport nccl" in lines[0]

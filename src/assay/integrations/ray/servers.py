@@ -100,8 +100,9 @@ class RayServers:
         self.settings: dict[str, Any] = self.member["cluster"]
         self.files = {str(folder): read_files(folder) for folder in launched.folder.iterdir() if folder.is_dir()}
         self.slots: dict[int, RayServer] = {}
+        self.leaving: list[RayServer] = []  # closed when the engine does not use them any more
         self.refused = 0  # number of servers that was refused
-        self._group = placement_group(self.ray, self.member["group"], self.settings)
+        self._group = placement_group(self.member["group"])
 
     # -- where servers are
 
@@ -159,8 +160,9 @@ class RayServers:
         """Start or stop servers, as their number demands. Returns those whose programs run, by URL."""
         if resize:
             wanted = self.wanted()
-            for index in [index for index in self.slots if index >= wanted]:
-                self.slots.pop(index).close()
+            for server in self.leaving:
+                server.close()
+            self.leaving = [self.slots.pop(index) for index in list(self.slots) if index >= wanted]
             for index in range(wanted):
                 if index not in self.slots:
                     self.slots[index] = RayServer(self, index)
@@ -187,7 +189,7 @@ class RayServers:
         return {server.url: server.key for server in self.slots.values() if server.key}
 
     def close(self) -> None:
-        for server in self.slots.values():
+        for server in (*self.slots.values(), *self.leaving):
             server.close()
 
     # -- weights
@@ -229,7 +231,7 @@ def read_files(folder: Path) -> Mapping[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def placement_group(ray: Any, identifier: str, settings: Mapping[str, Any]) -> Any:
+def placement_group(identifier: str) -> Any:
     """The placement group that the driver has reserved."""
     from ray._raylet import PlacementGroupID
     from ray.util.placement_group import PlacementGroup
