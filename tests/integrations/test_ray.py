@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from assay.config import ClusterConfig, TrainConfig
 from assay.config.settings import load_settings
 from assay.integrations.ray import cluster, learners, programs, servers
 from assay.runs.console import make_console
+from assay.system.program import free_port
 from assay.types import UserError
 
 
@@ -131,3 +133,16 @@ def test_the_number_of_servers_is_that_of_the_running_run(tmp_path: Path) -> Non
     for _ in range(2):
         found.refuse_changes(lines.append)
     assert len(lines) == 1 and "cluster.engines = 3 is not applied: with the transport nccl" in lines[0]
+
+
+def test_an_address_that_leads_nowhere_is_an_error_at_once() -> None:
+    for address, message in (
+        (f"127.0.0.1:{free_port()}", "no Ray cluster answers at 127.0.0.1:"),
+        ("127.0.0.1:99999", "no Ray cluster answers"),
+        ("ray://head:10001", "give host:port of the cluster's head, without a scheme"),
+    ):
+        with pytest.raises(UserError, match=message):
+            cluster.check_reachable(address)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster.check_reachable(f"127.0.0.1:{server.getsockname()[1]}")
+    cluster.check_reachable("auto")

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from assay.types import UserError, describe_error, missing_extra, plural
 
 NAMESPACE = "assay"
 LOOPBACK = "127.0.0.1"
+CONNECT_S = 10.0  # time limit of a connection to the head
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -53,6 +55,7 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
         return ray.get_runtime_context().gcs_address
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or address
+    check_reachable(address)
     given: dict[str, Any] = {"address": address or "local"}
     local = not address or address.startswith(LOOPBACK)
     if not address:
@@ -70,6 +73,22 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
     if address and say is not None:
         say(exposure(found))
     return found
+
+
+def check_reachable(address: str) -> None:
+    """Raise a `UserError` at once if nothing answers there: Ray tries for minutes."""
+    if "://" in address:
+        raise UserError(f"cluster.address = '{address}': give host:port of the cluster's head, without a scheme")
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {address} ({describe_error(error)}): start one with `ray start --head`, or "
+            "correct cluster.address (or RAY_ADDRESS)"
+        ) from error
 
 
 def exposure(address: str) -> str:
