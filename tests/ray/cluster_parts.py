@@ -20,6 +20,8 @@ from small_run import SmallRuns
 
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads these when it is imported
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+MARK = f"ASSAY_TEST_CLUSTERS={secrets.token_hex(8)}"  # in the environment of all processes that these tests start
+os.environ |= [MARK.split("=")]
 SOURCE = str(Path(__file__).parents[2] / "src")
 HALF = ["--cluster.cpus_per_learner", "0.5", "--cluster.cpus_per_engine", "0.5"]
 
@@ -114,13 +116,9 @@ class ClusterRun:
     def learners(self) -> list[int]:
         return [pid for pid in self._programs(" train ") if actor_of(pid)]
 
-    def actors(self) -> list[int]:
-        """The actors of learners and servers."""
-        return [pid for pid, line in commands().items() if line.startswith("ray::HostedProgram")]
-
     def _programs(self, mark: str) -> list[int]:
         mine = re.compile(rf"^\S*python\S* -m assay{mark}")
-        return [pid for pid, line in commands().items() if mine.match(line)]
+        return [pid for pid, line in commands().items() if mine.match(line) and MARK.encode() in environment(pid)]
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
@@ -134,6 +132,12 @@ def actor_of(pid: int) -> int:
     while pid and not processes.get(pid, (0, "", ""))[2].startswith("ray::"):
         pid = processes.get(pid, (0, "", ""))[0]
     return pid
+
+
+def environment(pid: int) -> list[bytes]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
 
 
 def commands() -> dict[int, str]:

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster_parts import ClusterRun, Nodes, commands
+from cluster_parts import MARK, ClusterRun, Nodes, commands, environment
 from safetensors.torch import load_file
 from small_run import SmallRuns
 from waiting import comes_true
@@ -76,7 +76,8 @@ def set_engines(run: ClusterRun, count: int) -> None:
 
 
 def ray_processes() -> set[int]:
-    return {pid for pid, line in commands().items() if re.search(r"gcs_server|raylet", line)}
+    ours = {pid for pid, line in commands().items() if re.search(r"gcs_server|raylet", line)}
+    return {pid for pid in ours if MARK.encode() in environment(pid)}
 
 
 def listening_addresses(servers: list[int]) -> set[str]:
@@ -91,8 +92,8 @@ def test_keys_are_not_in_the_logs_of_ray(tmp_path: Path) -> None:
     words = ["--train.steps", 300, "--engine", "assay", "--eval.every", 0, "--cluster.engines", 1]
     with closing(ClusterRun(runs, *words)) as run:
         run.reach(1, serving=1)
-        environment = Path(f"/proc/{run.servers()[0]}/environ").read_bytes().split(b"\0")
-        key = next(line.partition(b"=")[2] for line in environment if line.startswith(b"ASSAY_SERVER_KEY="))
+        variables = environment(run.servers()[0])
+        key = next(line.partition(b"=")[2] for line in variables if line.startswith(b"ASSAY_SERVER_KEY="))
         assert len(key) > 10
         session = Path("/tmp/ray/session_latest").resolve()
         files = [*session.rglob("*"), *(tmp_path / "runs").rglob("*"), run.output]

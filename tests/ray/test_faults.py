@@ -27,7 +27,7 @@ from assay.training.sources import version_of
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 AGAIN = "start again from the last checkpoint"
 TIMES = int(os.environ.get("ASSAY_RAY_FAULTS", "1"))
-PROMPTS, STEPS, STALENESS, SERVERS = 3, 150 + 300 * TIMES, 2, 2
+PROMPTS, STEPS, STALENESS, SERVERS = 3, 100 + 250 * TIMES, 2, 2
 PLAN = {
     "a server is killed": 4,
     "the actor of a server is killed": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -69,6 +70,7 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
         where = f"cluster.address = '{address}'" if address else "a Ray on this machine"
         remedy = "start a cluster with `ray start --head`, or leave cluster.address empty" if address else "see above"
         raise UserError(f"cannot connect to {where} ({describe_error(error)[:300]}): {remedy}") from error
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # deaths are reported by those who watch
     found = ray.get_runtime_context().gcs_address
     if address and say is not None:
         say(exposure(found))
