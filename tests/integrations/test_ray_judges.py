@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from process_tree import descendants, ended
 from small_run import SmallRuns
 from waiting import until
 
+from assay.envs import make_env
 from assay.integrations.ray import judges
 from assay.integrations.ray.judges import ClusterPool
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
@@ -104,6 +106,20 @@ def small_runs(tmp_path: Path) -> SmallRuns:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judges, "REFRESH_S", 0.2)
+
+
+def test_the_python_tool_runs_on_the_nodes(nodes: Nodes) -> None:
+    task = make_task("abacus", style="plain")
+    calls = ["sum(range(4))", "1/0", "sum(1 for _ in range(10**12))", "open('x')"]
+    results = []
+    for pool in ("local", "ray"):
+        with closing(make_env("python", task=task, timeout_s=1.0, pool=pool)) as env:
+            episodes = [env.copy() for _ in calls]
+            for episode in episodes:
+                episode.reset(seed=0)
+            steps = env.step_all(episodes, [f"<python>{call}</python>" for call in calls])
+            results.append([step[0] for step in steps])
+    assert results[0] == results[1] and results[0][0] == "<result>6</result>"
 
 
 def on_nodes(judge: Any, workers: int = 1, **settings: Any) -> tuple[JudgePool, ClusterPool[list[Verdict]]]:
