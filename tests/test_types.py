@@ -10,7 +10,13 @@ import pytest
 
 from assay.types import (
     DISTRIBUTION,
+    Completion,
+    Finish,
+    Group,
     Problem,
+    Prompt,
+    Rollout,
+    Turn,
     UserError,
     closest,
     hide_credentials,
@@ -25,6 +31,14 @@ def test_an_error_renders_its_problem_also_in_another_process() -> None:
     error = pickle.loads(pickle.dumps(UserError(problem)))
     assert str(error) == "the file is missing: write it" and error.problem == problem
     assert UserError("plain text").problem == Problem("plain text")
+
+
+def test_groups_and_rollouts_are_shown_in_one_line() -> None:
+    prompt, tokens = Prompt("gsm8k/test/1", (), "4"), list(range(50_000))
+    logprobs = [0.0] * len(tokens)
+    rollout = Rollout(prompt, 1, [Turn([1], Completion(tokens, logprobs, logprobs, Finish.STOP), "so\n4")], reward=0.5)
+    assert repr(rollout) == "Rollout('gsm8k/test/1', sample=1, reward=0.5, 50,000 tokens, 'so 4')"
+    assert repr(Group(prompt, [rollout] * 2)) == "Group('gsm8k/test/1', 2 rollouts, rewards [0.5, 0.5])"
 
 
 def test_a_noun_is_plural_unless_there_is_one() -> None:

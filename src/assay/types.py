@@ -305,6 +305,11 @@ class Rollout:
     entropies: Collection[float] | None = field(default=None, compare=False)
     ref_logprobs: Collection[float] | None = field(default=None, compare=False)
 
+    def __repr__(self) -> str:
+        """One line: the values of all tokens would fill pages."""
+        facts = f"sample={self.sample}, reward={self.reward:g}, {plural(self.length, 'token')}"
+        return f"Rollout({self.prompt.id!r}, {facts}, {excerpt(self.text, 60)!r})"
+
     @property
     def text(self) -> str:
         """All turns, with what the environment inserted into the reply."""
@@ -359,6 +364,10 @@ class Group:
     prompt: Prompt
     rollouts: list[Rollout]
     baseline: float | None = None  # reward of a greedy answer, subtracted from the rewards
+
+    def __repr__(self) -> str:
+        rewards = ", ".join(f"{reward:g}" for reward in self.rewards)
+        return f"Group({self.prompt.id!r}, {plural(len(self.rollouts), 'rollout')}, rewards [{rewards}])"
 
     @property
     def judged(self) -> list[Rollout]:

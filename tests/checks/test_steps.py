@@ -121,6 +121,8 @@ def test_significant_gain_overrules_all_causes() -> None:
 def test_unchanged_verdicts_are_reported_at_the_end_unless_all_are_correct() -> None:
     (cause,) = diagnose(steps(9, {}), CONFIG, summary(0.2, 0.2, 0, 0))
     assert cause.name == "no_change" and "optim.lr (now 1e-06)" in cause.remedy and "50" in cause.evidence
+    (cause,) = diagnose(steps(9, {}), CONFIG | {"optim": {"lr": 0.5}}, summary(0.2, 0.2, 0, 0))
+    assert "optim.lr" not in cause.remedy and "train.steps" in cause.remedy  # it is far too high already
     assert not diagnose(steps(9, {}), CONFIG, summary(1.0, 1.0, 0, 0))
     (cause,) = diagnose([], CONFIG, {**summary(0.2, 0.2, 0, 0), "steps": 0})  # supervised fine-tuning only
     assert "sft.lr" in cause.remedy

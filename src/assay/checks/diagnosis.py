@@ -43,6 +43,7 @@ from assay.types import Status, describe_error, excerpt
 
 # Results of a finished run
 
+HIGHEST_RATE = 0.03  # above which a higher learning rate is no advice for any model
 MIN_PROBLEMS = 20  # of an evaluation, for verdicts that all stay the same to count
 SIGNIFICANT = 0.05
 POWER = (1.96, 0.84)  # normal quantiles of a two-sided test at 5 %, and of a power of 80 %
@@ -92,7 +93,8 @@ def unchanged_accuracy(summary: Mapping[str, Any], config: Mapping[str, Any]) ->
     if after.get("n", 0) < MIN_PROBLEMS or before.get("statuses") != after.get("statuses"):
         return None  # with other statuses, the answers have changed: unreadable ones became readable, for example
     steps = summary.get("steps")
-    keys = ("optim.lr", "train.steps") if steps else ("sft.lr", "sft.steps")
+    rate, count = ("optim.lr", "train.steps") if steps else ("sft.lr", "sft.steps")
+    keys = [rate, count] if (setting(config, rate) or 0) < HIGHEST_RATE else [count]
     same_length = before.get("mean_length") == after.get("mean_length")
     return Diagnosis(
         "no_change",
