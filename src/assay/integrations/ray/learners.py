@@ -41,6 +41,7 @@ from assay.system.spawn import exit_reason
 from assay.types import UserError, excerpt, plural
 
 POLL_S = 0.2
+RETRY_S = 5.0  # between two attempts to start learners
 DRIVER = "ASSAY_RAY_DRIVER"  # environment variable of the driver
 ANSWER_S = 60.0  # time limit of an actor's answer
 LAST_WORDS_S = 20.0  # for the other learners to end, and for Ray to report dead nodes, after one has ended
@@ -112,19 +113,22 @@ def drive(cfg: TrainConfig, commands: Commands, say: Callable[[str], None]) -> i
         cluster = resolved(cfg.cluster)
         logs = commands.run.parent / "ray-logs" / commands.run.name
         logs.mkdir(parents=True, exist_ok=True)
-        resumes = 0
+        resumes, tried = 0, time.monotonic()
         while True:
             with reserved(cluster, stop) as group:
                 learners = Learners(cluster, address, group, commands, logs)
                 ending = learners.run(stop, again=resumes > 0)
             if ending in (DONE, ERROR) or ending in STOPPED or stop.requested:
                 return exit_code(ending, stop)
+            if not learners.started and time.monotonic() < tried + cluster.start_timeout_s:
+                time.sleep(RETRY_S)  # e.g. Ray has not noticed yet that a node is lost
+                continue
             if resumes == cluster.restarts:
                 raise UserError(
                     f"a learner has died ({ending}), and cluster.restarts = {cluster.restarts} is used up: see {logs}, "
                     f"and resume with: assay train --resume {commands.run}"
                 )
-            resumes += 1
+            resumes, tried = resumes + 1, time.monotonic()
             say(
                 f"a learner has died ({ending}): all start again from the last checkpoint "
                 f"({resumes} of {plural(cluster.restarts, 'restart')})"
@@ -202,6 +206,7 @@ class Learners:
         self.cluster, self.address, self.group, self.commands = cluster, address, group, commands
         self.logs = [logs / f"learner-{rank}.log" for rank in range(cluster.learners)]
         self.offsets = [0] * cluster.learners
+        self.started = False
         self.actors = [self._actor(rank) for rank in range(cluster.learners)]
 
     def _actor(self, rank: int) -> Any:
@@ -264,6 +269,7 @@ class Learners:
             command = [sys.executable, "-m", "assay", *words]
             started.append(actor.start.remote(command, {key: str(value) for key, value in environment.items()}))
         self.ray.get(started, timeout=limit)
+        self.started = True
 
     def _watch(self, stop: Stop) -> list[str]:
         """Pass on output and signals until all have ended, or one has, and the others do not follow."""

@@ -30,6 +30,7 @@ from assay.types import UserError, plural
 
 ANSWER_S = 3.0  # time limit of an actor's answer to a question
 POLL_S = 0.1
+RETRY_S = 5.0  # between two requests for an actor that Ray could not create
 LOST = "its node or its process was lost"
 Command = Callable[[int, int], list[str]]  # of index and port
 
@@ -41,7 +42,7 @@ class RayServer:
         self.servers, self.index, self.starts = servers, index, starts
         self.url = self.key = self.node = ""
         self.log = Path()
-        self.actor = servers.new_actor(index)
+        self.actor, self.asked = servers.new_actor(index), time.monotonic()
         self.placed = self.actor.place.remote()
         self.started: Any = None
 
@@ -145,7 +146,7 @@ class RayServers:
         self.slots = {index: RayServer(self, index) for index in range(self.settings["engines"])}
         deadline = time.monotonic() + timeout_s
         while True:
-            started = [server.advance() for server in self.slots.values()]
+            started = [self.advance(server) for server in list(self.slots.values())]
             if all(started):
                 return self.refresh(resize=False)
             if time.monotonic() > deadline:
@@ -155,6 +156,16 @@ class RayServers:
                     f"{self.launched.section}.start_timeout_s"
                 )
             time.sleep(POLL_S)
+
+    def advance(self, server: RayServer) -> bool:
+        """Start a program as soon as its actor exists. An actor that is lost before that is asked for again."""
+        try:
+            return server.advance()
+        except self.ray.exceptions.RayError:  # e.g. Ray has not noticed yet that its node is lost
+            if not server.key and time.monotonic() > server.asked + RETRY_S:
+                server.close()
+                self.slots[server.index] = RayServer(self, server.index, server.starts)
+            return bool(server.key)
 
     def refresh(self, resize: bool = True) -> dict[str, RayServer]:
         """Start or stop servers, as their number demands. Returns those whose programs run, by URL."""
@@ -166,9 +177,8 @@ class RayServers:
             for index in range(wanted):
                 if index not in self.slots:
                     self.slots[index] = RayServer(self, index)
-        for server in self.slots.values():
-            with suppress(self.ray.exceptions.RayError):  # its node is lost: the engine replaces it
-                server.advance()
+        for server in list(self.slots.values()):
+            self.advance(server)
         return {server.url: server for server in self.slots.values() if server.key}
 
     def refuse_changes(self, notify: Callable[[str], None]) -> None:
