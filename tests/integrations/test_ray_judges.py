@@ -282,10 +282,18 @@ def test_values_of_environment_variables_are_not_sent(
 
 
 @pytest.fixture
-def joins(nodes: Nodes) -> Iterator[Callable[..., None]]:
+def joins(nodes: Nodes, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Adds a node to the cluster until the end of the test."""
     added = []
-    yield lambda **variables: added.append(nodes.add(**variables))
+    (tmp_path / "assay").mkdir()
+    (tmp_path / "assay" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'assay'\")")
+
+    def join(**variables: str) -> None:
+        if "PYTHONPATH" in variables:  # without assay, which may be installed
+            variables["PYTHONPATH"] = str(tmp_path)
+        added.append(nodes.add(**variables))
+
+    yield join
     for node in added:
         nodes.cluster.remove_node(node)
     until(lambda: len(judges.nodes()) == 3)
