@@ -21,7 +21,9 @@ from waiting import until
 
 from assay.envs import make_env
 from assay.integrations.ray import judges
+from assay.integrations.ray.cluster import connect
 from assay.integrations.ray.judges import ClusterPool
+from assay.integrations.ray.programs import HostedProgram
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.functions import register_function
 from assay.rewards.judge import judged_fields
@@ -106,6 +108,17 @@ def small_runs(tmp_path: Path) -> SmallRuns:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judges, "REFRESH_S", 0.2)
+
+
+def test_files_reach_a_node_through_the_object_store(nodes: Nodes, tmp_path: Path) -> None:
+    connect("auto")
+    content, folder = os.urandom(3 << 20), tmp_path / "weights"
+    actor = ray.remote(HostedProgram).options(num_cpus=1).remote("copy")  # on a node that is not the driver's
+    ray.get(actor.write.remote(str(folder), {"model.safetensors": ray.put(content)}))
+    assert (folder / "model.safetensors").read_bytes() == content
+    ray.get(actor.remove.remote(str(folder)))
+    assert not folder.exists()
+    ray.kill(actor)
 
 
 def test_the_python_tool_runs_on_the_nodes(nodes: Nodes) -> None:

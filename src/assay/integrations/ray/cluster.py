@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ from assay.types import UserError, describe_error, missing_extra, plural
 NAMESPACE = "assay"
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0  # time limit of a connection to the head
+LOGS = "see gcs_server.err and raylet.err in /tmp/ray/session_latest/logs"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -68,7 +69,7 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
             ray.init(**given, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"cluster.address = '{address}'" if address else "a Ray on this machine"
-        remedy = "start a cluster with `ray start --head`, or leave cluster.address empty" if address else "see above"
+        remedy = "start a cluster with `ray start --head`, or leave cluster.address empty" if address else LOGS
         raise UserError(f"cannot connect to {where} ({describe_error(error)[:300]}): {remedy}") from error
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # deaths are reported by those who watch
     found = ray.get_runtime_context().gcs_address
@@ -128,12 +129,6 @@ def _loopback(ray: ModuleType, wanted: bool) -> Iterator[None]:
         yield
     finally:
         services.resolve_ip_for_localhost = resolve  # type: ignore[union-attr]
-
-
-def disconnect() -> None:
-    ray = ray_package()
-    with suppress(Exception):
-        ray.shutdown()
 
 
 def nodes() -> list[dict[str, Any]]:

@@ -112,10 +112,6 @@ class HostedProgram:
             with suppress(ProcessLookupError):
                 os.kill(self.program.pid, number)
 
-    def close(self) -> None:
-        if self.program is not None:
-            self.program.close()
-
 
 def logs_folder() -> Path:
     """The folder of Ray's logs on this node, which its dashboard and `ray logs` show."""
