@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from assay.models import Decoder, ModelSpec
+from assay.models import Decoder, ModelSpec, attention
 from assay.models.attention import PackedCausal
 from assay.models.logprobs import token_logprobs, token_loss
 
@@ -46,10 +46,20 @@ def batch() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (4, 4, 128), (14, 2, 64), (4, 1, 256)])
 @pytest.mark.parametrize("shared", [None, SHARED])
 @pytest.mark.parametrize(("window", "scale"), [(0, None), (0, 0.2), (33, None), (75, 0.2), (500, None)])
+@pytest.mark.parametrize("long", [attention.LONG, 65, 30])
 def test_attention_and_its_gradients(
-    heads: int, kv_heads: int, size: int, shared: list[int] | None, window: int, scale: float | None
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    shared: list[int] | None,
+    window: int,
+    scale: float | None,
+    long: int,
 ) -> None:
-    """Windows shorter than suffixes, of which some reach into the shared prefix, and longer than all sequences."""
+    """Windows shorter than suffixes, of which some reach into the shared prefix, and longer than all sequences. From
+    `long` tokens on, a segment is computed by cuDNN."""
+    monkeypatch.setattr(attention, "LONG", long)
     exact = PackedCausal(LENGTHS, "cpu", shared)
     quick = PackedCausal(LENGTHS, "cuda", shared)
     count = len(exact.positions)

@@ -33,7 +33,7 @@ from assay.engine import BaseEngine
 from assay.mesh import Mesh
 from assay.models import Lora
 from assay.models.base import PolicyModel
-from assay.models.device import pick_device, pick_dtype
+from assay.models.device import pick_device, pick_dtype, use_expandable_segments
 from assay.rewards import JudgePool
 from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
@@ -73,6 +73,7 @@ def make_policy(
     work: Workload | Sequences, cfg: TrainConfig, device: torch.device, progress: Progress | None = None
 ) -> PolicyModel:
     """The policy as the trainer holds it."""
+    use_expandable_segments(device)
     policy = work.float32_model(device, work.seed, progress)
     if cfg.lora.quantize:
         policy.to("cpu").quantize(device)

@@ -53,6 +53,7 @@ from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
+from assay.models.device import use_expandable_segments
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -246,6 +247,8 @@ def assemble(
     tokenizer = build_tokenizer(cfg.model, source, task)
     renderer = build_renderer(cfg.prompt, tokenizer, task)
     train = select_prompts(train, cfg, renderer, console)
+    if alone(cfg, mesh) and cfg.engine.name in ("auto", "native", "hf"):  # others share memory between processes
+        use_expandable_segments(mesh.device)
     policy = load_policy(cfg, source, tokenizer, device, dtype, precision, adapters, console)
     check_sizes(cfg, policy.max_length)  # again: of a model on the hub, the size was not known before
     set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
@@ -295,17 +298,21 @@ def assemble(
 def stored_precision(cfg: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> Precision:
     """How weights are stored. A model that only adapters change is stored in the dtype of the computation."""
     precision = cfg.optim.precision
-    alone = mesh.world == 1 and cfg.train.process == "same"
     if precision == "float32":
-        frozen = cfg.lora.rank and not cfg.lora.quantize and alone and dtype == torch.bfloat16
+        frozen = cfg.lora.rank and not cfg.lora.quantize and alone(cfg, mesh) and dtype == torch.bfloat16
         return "bfloat16" if frozen else precision
     if dtype != torch.bfloat16:
         raise UserError(
             f"optim.precision = {precision!r} needs dtype = 'bfloat16', not {cfg.dtype!r}: change one of them"
         )
-    if not alone:
+    if not alone(cfg, mesh):
         raise UserError(f"optim.precision = {precision!r} works with one training process only: set it to 'float32'")
     return precision
+
+
+def alone(cfg: TrainConfig, mesh: Mesh) -> bool:
+    """Whether this process trains without others."""
+    return mesh.world == 1 and cfg.train.process == "same"
 
 
 def build_weight_sync(

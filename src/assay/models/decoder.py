@@ -20,7 +20,6 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -206,7 +205,15 @@ class Decoder(PolicyModel):
         is saved.
         """
         check_compile_cache()
-        torch._functorch.config.activation_memory_budget = PARTIAL if partial else 1.0
+        from torch import _dynamo  # takes a second
+        from torch._functorch import config
+
+        saved = PARTIAL if partial else 1.0
+        if config.activation_memory_budget != saved:
+            config.activation_memory_budget = saved
+            _dynamo.reset()  # else code that was compiled for another model would be used again
+        # The scale of adapters is a constant: as an input, it would be a CPU tensor, and take a C++ compiler 50 s.
+        _dynamo.config.specialize_float = True
         self.compiled_bridge = torch.compile(bridge, dynamic=True) if bridged else None
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
