@@ -390,9 +390,11 @@ def long_forward(
     out, sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     seed = unused = q.new_empty(0)
     if long.longest_other:
-        short = [x.index_select(0, long.others) for x in (q, k, v)]
-        bounds = long.other_starts, long.other_starts, (long.longest_other, long.longest_other)
-        short_out, short_sums, seed, unused = flash(*short, *bounds, causal=True, scale=scale)
+        short_q, short_k, short_v = (x.index_select(0, long.others) for x in (q, k, v))
+        starts, most = long.other_starts, (long.longest_other, long.longest_other)
+        short_out, short_sums, seed, unused = flash(
+            short_q, short_k, short_v, starts, starts, most, causal=True, scale=scale
+        )
         out.index_copy_(0, long.others, short_out)
         sums.index_copy_(1, long.others, short_sums)
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention

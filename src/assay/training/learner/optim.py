@@ -118,7 +118,8 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig, section: str = "optim") -
     groups = parameter_groups(model, cfg)
     if any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"]):
         if cfg.name == "muon":
-            raise UserError("Muon needs weights in float32: set optim.precision = 'float32', or train with adamw")
+            key = "optim.name" if section == "optim" else f"{section}.optimizer"
+            raise UserError(f"Muon needs weights in float32: set {key} = 'adamw', or optim.precision = 'float32'")
         return AdamW8bit(groups, cfg.lr, cfg.betas, cfg.eps, cfg.offload)
     fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
     if cfg.name == "muon":
