@@ -9,17 +9,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 from process_tree import descendants, ended
+from ray_nodes import KEY, SECRET, Nodes
 from small_run import SmallRuns
 from waiting import until
 
-from assay.envs import make_env
 from assay.integrations.ray import judges
 from assay.integrations.ray.cluster import connect
 from assay.integrations.ray.judges import ClusterPool
@@ -33,7 +32,6 @@ from assay.types import Prompt, Status, UserError, Verdict
 pytestmark = pytest.mark.ray
 ray: Any = pytest.importorskip("ray", reason="needs the package ray")
 
-KEY, SECRET = "ASSAY_TEST_JUDGE_KEY", "secret-9c1f55d0"
 CODE = """
 import asyncio, os, time
 def reward(completion, answer, **fields):
@@ -64,35 +62,6 @@ def prints(completion, answer):
 """
 
 
-class Nodes:
-    """A cluster of this module, with two nodes that judge."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-        self.added = 0
-        self.two = [self.add(), self.add()]
-
-    def add(self, **variables: str) -> Any:
-        self.added += 1
-        variables = variables or {KEY: SECRET}
-        return self.cluster.add_node(num_cpus=1, env_vars={"PLACE": str(self.added), **variables})
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    before = os.environ.get("RAY_ADDRESS")
-    os.environ["RAY_ADDRESS"] = nodes.cluster.address
-    yield nodes
-    ray.shutdown()
-    nodes.cluster.shutdown()
-    os.environ.pop("RAY_ADDRESS")
-    if before is not None:
-        os.environ["RAY_ADDRESS"] = before
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
@@ -119,20 +88,6 @@ def test_files_reach_a_node_through_the_object_store(nodes: Nodes, tmp_path: Pat
     ray.get(actor.remove.remote(str(folder)))
     assert not folder.exists()
     ray.kill(actor)
-
-
-def test_the_python_tool_runs_on_the_nodes(nodes: Nodes) -> None:
-    task = make_task("abacus", style="plain")
-    calls = ["sum(range(4))", "1/0", "sum(1 for _ in range(10**12))", "open('x')"]
-    results = []
-    for pool in ("local", "ray"):
-        with closing(make_env("python", task=task, timeout_s=1.0, pool=pool)) as env:
-            episodes = [env.copy() for _ in calls]
-            for episode in episodes:
-                episode.reset(seed=0)
-            steps = env.step_all(episodes, [f"<python>{call}</python>" for call in calls])
-            results.append([step[0] for step in steps])
-    assert results[0] == results[1] and results[0][0] == "<result>6</result>"
 
 
 def on_nodes(judge: Any, workers: int = 1, **settings: Any) -> tuple[JudgePool, ClusterPool[list[Verdict]]]:

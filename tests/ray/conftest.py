@@ -1,16 +1,14 @@
-"""Makes `cluster_parts` importable, marks these tests, and skips them where Ray is not installed."""
+"""Marks these tests, and skips them where Ray is not installed."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -104,7 +104,10 @@ def test_an_asynchronous_run_survives_many_faults_and_trains_every_group_once(tm
     print(json.dumps({"faults": done, **{name: run.said.count(text) for name, text in counts.items()}}))
 
 
-def test_learners_and_the_head_are_lost_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_learners_and_the_head_are_lost_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "10")  # for the head to come back; 60 by default
     runs = SmallRuns(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
     hold = tmp_path / "hold"

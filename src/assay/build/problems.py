@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from assay.algos import Algorithm, make_algorithm
@@ -36,7 +38,10 @@ def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
     made = make_env(env.name, env.path or None, build_task(task) if task.name else None, **env.args)
     if isinstance(made, TaskEnv):
         made.defer_judging = True
-    return made
+    if env.pool == "local":
+        return made
+    on_nodes = pkgutil.resolve_name("assay.integrations.ray.environments:ClusterEnv")  # its package is optional
+    return on_nodes(made, partial(build_problems, task, env.model_copy(update={"pool": "local"})))
 
 
 def build_demonstrations(cfg: TrainConfig, renderer: Renderer, console: Console) -> Sequence[Prompt]:

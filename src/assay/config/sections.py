@@ -92,6 +92,8 @@ class EnvConfig(Section):
     """maximum tokens per step; 0: what remains of sampling.max_new_tokens, which limits the whole episode"""
     max_seconds: NonNegative = 0.0
     """truncate episodes after this many seconds; 0: never. Results then depend on the speed of the machine"""
+    pool: Literal["local", "ray"] = "local"
+    """where episodes are stepped. local: in each training process; ray: on all nodes of the Ray cluster"""
 
 
 class PromptConfig(Section):

@@ -11,11 +11,10 @@ from typing import Any
 from assay.envs.base import Env, Info, Observation, Step, TaskEnv
 from assay.rewards import Unreadable, extract
 from assay.rewards.expressions import calculate, format_number, run_python
-from assay.rewards.pool import Place, make_pool
 from assay.system.awaiting import resolve
 from assay.system.pipe_messages import BadMessage
 from assay.system.sandbox import WorkerSettings, environment
-from assay.system.worker_pool import ItemFailure
+from assay.system.worker_pool import ItemFailure, WorkerPool
 from assay.tasks import Task
 from assay.types import Prompt, Status, UserError, Verdict
 
@@ -264,15 +263,8 @@ class PythonTool(TaskEnv):
     _call = re.compile(r"<python>((?:(?!</?python>).)*)</python>(?:(?!</?python>).)*\Z", re.DOTALL)
 
     def __init__(
-        self,
-        task: Task,
-        max_steps: int = 8,
-        timeout_s: float = 2.0,
-        memory_gb: float = 1.0,
-        slow: bool = True,
-        pool: Place = "local",
+        self, task: Task, max_steps: int = 8, timeout_s: float = 2.0, memory_gb: float = 1.0, slow: bool = True
     ) -> None:
-        """`pool`: where the processes run, as the setting reward.pool."""
         super().__init__(task)
         if max_steps < 1:
             raise UserError("python: max_steps must be at least 1")
@@ -281,7 +273,7 @@ class PythonTool(TaskEnv):
         self.max_steps, self.slow, self.timeout_s = max_steps, slow, timeout_s
         function = pickle.dumps(run_python)
         settings = WorkerSettings(function, timeout_s, memory_gb, "strict", False, environment("strict"))
-        self.pool = make_pool(pool, settings, 2, _result_text)
+        self.pool = WorkerPool(settings, workers=2, parse=_result_text)
 
     def step(self, action: str) -> Step:
         return self.step_all([self], [action])[0]

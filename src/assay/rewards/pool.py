@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import cloudpickle
 
@@ -35,7 +35,6 @@ from assay.system.sandbox import Level, WorkerSettings, environment
 from assay.system.worker_pool import ItemFailure, StartFailed, WorkerPool
 from assay.types import Closeable, Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
 
-T = TypeVar("T")
 Item = tuple[str, str, Mapping[str, Any]]  # completion, gold answer, fields
 GroupItem = tuple[Sequence[str], str, Mapping[str, Any]]  # all completions of a prompt, gold answer, fields
 JudgeReport = Callable[[int, int], None]  # receives the number of judged items and the number of all items
@@ -119,7 +118,7 @@ class JudgePool(Judging):
             if pool == "local":
                 _check_set(pass_env)
             self._settings = _worker_settings(judge, timeout_s, memory_gb, sandbox, pass_env)
-            self._pool = make_pool(pool, self._settings, workers, parse_verdicts, pass_env)
+            self._pool = _make_pool(pool, self._settings, workers, pass_env)
 
     def fields(self, prompt: Prompt) -> Mapping[str, Any]:
         return judged_fields(self._judge, prompt)
@@ -243,14 +242,13 @@ def parse_verdict(value: Any) -> Verdict:
     return Verdict(reward, Status(status), parsed, parts, detail)
 
 
-def make_pool(
-    place: Place, settings: WorkerSettings, workers: int, parse: Callable[[Any], T], pass_env: Sequence[str] = ()
-) -> WorkerPool[T]:
-    """A pool of processes on this machine, or with as many processes on each node of a Ray cluster."""
-    if place == "local":
-        return WorkerPool(settings, workers, parse)
+def _make_pool(
+    pool: Place, settings: WorkerSettings, workers: int, pass_env: Sequence[str]
+) -> WorkerPool[list[Verdict]]:
+    if pool == "local":
+        return WorkerPool(settings, workers, parse_verdicts)
     judges = importlib.import_module("assay.integrations.ray.judges")  # by name: its package is optional
-    cluster_pool: WorkerPool[T] = judges.ClusterPool(settings, workers, parse, pass_env)
+    cluster_pool: WorkerPool[list[Verdict]] = judges.ClusterPool(settings, workers, parse_verdicts, pass_env)
     return cluster_pool
 
 

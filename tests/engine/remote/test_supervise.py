@@ -357,3 +357,20 @@ def test_servers_come_and_go_with_an_update() -> None:
         assert before == [len(fake.http.paths()) for fake in fakes]  # type: ignore[union-attr]
         assert [fake.version for fake in fakes] == [1, 1] and others[0].version == 2
         assert engine.server_metrics() == {} and not any("has failed" in line for line in lines)
+
+
+def test_all_servers_are_lost_while_their_successors_are_started() -> None:
+    with fleet(2) as (engine, fakes, _), fleet(1, first=None) as (_, others, _):
+        engine.launched = placed = Placed()
+        for version in (1, 2):
+            with pytest.raises(UserError, match=r"all .* servers have failed: .* is not used any more"):
+                engine.update_weights(POLICY, version)
+            assert engine.lost
+        with pytest.raises(UserError, match="servers have failed"):
+            generate(engine, requests(2))
+        assert all(fake.version < 1 for fake in fakes)  # no weights for servers that are not used
+        placed.urls = [others[0].http.url]  # type: ignore[union-attr]
+        engine.update_weights(POLICY, 3)
+        wanted = requests(12)
+        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        assert [server.url for server in engine.all_servers] == placed.urls

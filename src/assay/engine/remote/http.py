@@ -575,10 +575,12 @@ class SupervisedServers(HttpServers):
 
     def invite(self) -> None:
         """Let retired servers that are healthy, and new ones, take part in the weight update that follows."""
+        usable: Collection[str] = [server.url for server in self.all_servers]
         if self.launched is not None:
-            self.follow(self.launched.refresh())
+            usable = self.launched.refresh()
+            self.follow(usable)
         for server in self.all_servers:
-            if server.state is not ServerState.RETIRED:
+            if server.state is not ServerState.RETIRED or server.url not in usable:
                 continue
             if self.launched is not None and (not server.restarted or self.launched.death(server.url)):
                 self.launched.restart(server.url)
@@ -592,16 +594,20 @@ class SupervisedServers(HttpServers):
                 server.state, server.reason = ServerState.RETIRED, str(error)
 
     def follow(self, keys: Mapping[str, str]) -> None:
-        """Use the servers with these URLs: new ones have to join, and the requests of others are sent again."""
+        """Use the servers with these URLs: new ones have to join, and the requests of others are sent again.
+
+        Without any, the last ones stay, retired: all have failed, and their successors are being started.
+        """
         known = {server.url: server for server in self.all_servers}
         for server in (server for url, server in known.items() if url not in keys):
-            server.state, server.reason = ServerState.RETIRED, f"{server.url} is not used any more"
+            if server.state is not ServerState.RETIRED:
+                server.state, server.reason = ServerState.RETIRED, f"{server.url} is not used any more"
             self.loop.post(partial(end_tasks, server))
         new = [self._new_server(url, key) for url, key in keys.items() if url not in known]
         for server in new:
             server.state, server.reason = ServerState.RETIRED, f"{server.url} has no weights yet"
             server.restarted = True
-        self.all_servers = [*(server for url, server in known.items() if url in keys), *new]
+        self.all_servers = [*(server for url, server in known.items() if url in keys), *new] or [*known.values()]
 
     def admit(self, version: int) -> None:
         """Let the servers serve that have received the weights of this version and prove them."""

@@ -93,7 +93,7 @@ class ClusterPool(Generic[T]):
     def __init__(
         self, settings: WorkerSettings, workers: int, parse: Callable[[Any], T], pass_env: Sequence[str] = ()
     ) -> None:
-        self._ray = _connected()
+        self._ray = connected("reward.pool")
         self._workers = workers
         self._arguments = (replace(settings, environment={}), workers, parse, tuple(pass_env))
         self._actors: dict[str, _JudgeActor] = {}  # by node
@@ -150,7 +150,7 @@ class ClusterPool(Generic[T]):
         except errors.RayTaskError:  # a defect of this module
             raise
         except errors.RayError as error:
-            self._drop(actor, _reason(error))
+            self._drop(actor, reason(error))
             batch.losses += 1
             detail = f"{MAX_LOSSES} judge actors were lost while they judged it: {self._last_loss}"
             return [ItemFailure(False, detail)] * len(batch.items) if batch.losses == MAX_LOSSES else None
@@ -206,15 +206,7 @@ class ClusterPool(Generic[T]):
                 self._check(starting[done])
 
     def _start(self, node: str, address: str, joined: bool) -> _JudgeActor:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        actor = self._ray.remote(NodePool).options(
-            num_cpus=0,
-            max_restarts=0,
-            max_concurrency=IN_FLIGHT,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        handle = actor.remote(*self._arguments)
+        handle = actor_on(node, NodePool, IN_FLIGHT).remote(*self._arguments)
         return _JudgeActor(node, address, handle, handle.unset.remote(), joined)
 
     def _check(self, actor: _JudgeActor) -> None:
@@ -223,10 +215,10 @@ class ClusterPool(Generic[T]):
             unset = self._ray.get(actor.unset)
         except self._ray.exceptions.RayError as error:
             if getattr(error, "actor_init_failed", False):
-                why = f"judging cannot start on node {actor.address} ({_reason(error)}): install assay there as here"
+                why = f"judging cannot start on node {actor.address} ({reason(error)}): install assay there as here"
                 self._refuse(actor, UserError(why))
             else:
-                self._drop(actor, _reason(error))
+                self._drop(actor, reason(error))
             return
         if unset:
             remedy = "set it there before `ray start`, or remove it from pass_env"
@@ -257,22 +249,41 @@ class ClusterPool(Generic[T]):
             raise RuntimeError("the worker pool was closed")
 
 
-def _connected() -> ModuleType:
-    """The package ray, connected to the cluster of the run or to the one that RAY_ADDRESS or this machine has."""
+def actor_on(node: str, kind: type, threads: int) -> Any:
+    """A class of actors of a node, which reserve no CPUs there. `threads`: number of concurrent calls."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return (
+        ray_package()
+        .remote(kind)
+        .options(
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=threads,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+    )
+
+
+def connected(setting: str) -> ModuleType:
+    """The package ray, connected to the cluster of the run or to the one that RAY_ADDRESS or this machine has.
+
+    `setting`: that needs it, for messages.
+    """
     if importlib.util.find_spec("ray") is None:
-        raise missing_extra("reward.pool = 'ray'", "ray")
+        raise missing_extra(f"{setting} = 'ray'", "ray")
     member = membership()
     try:
         connect(member["address"] if member else "auto", None if member else lambda text: warnings.warn(text))  # noqa: B028
     except UserError as error:
         raise UserError(
-            f"reward.pool = 'ray' finds no Ray cluster ({describe_error(error.__cause__ or error)}): start one with "
-            "`ray start --head`, set RAY_ADDRESS, or set reward.pool = 'local'"
+            f"{setting} = 'ray' finds no Ray cluster ({describe_error(error.__cause__ or error)}): start one with "
+            f"`ray start --head`, set RAY_ADDRESS, or set {setting} = 'local'"
         ) from error
     return ray_package()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Why an actor has died, without the ids and the traceback that Ray adds."""
     last = str(error).strip().splitlines()[-1].strip()
     return clip(last if getattr(error, "actor_init_failed", False) else last.partition(". ")[0], 200)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import CLUSTER_MEMBER, ClusterConfig, TrainConfig
-from assay.engine.remote.launch import module_environment
 from assay.integrations.ray.cluster import (
     SIGNALS,
     connect,
@@ -263,7 +262,7 @@ class Learners:
                 "MASTER_ADDR": places[0]["node"],
                 "MASTER_PORT": places[0]["ports"][0],
                 "PYTHONUNBUFFERED": 1,
-                "PYTHONPATH": module_environment()["PYTHONPATH"],
+                "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
                 CLUSTER_MEMBER: json.dumps(shared | {"node": place["node"]}),
             }
             command = [sys.executable, "-m", "assay", *words]

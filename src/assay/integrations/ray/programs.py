@@ -116,7 +116,8 @@ class HostedProgram:
 def logs_folder() -> Path:
     """The folder of Ray's logs on this node, which its dashboard and `ray logs` show."""
     with suppress(Exception):
-        from ray._private.worker import _global_node
+        from ray._private import worker
 
-        return Path(_global_node.get_logs_dir_path())
+        node: Any = worker._global_node
+        return Path(node.get_logs_dir_path())
     return Path(tempfile.gettempdir())

@@ -26,7 +26,7 @@ from assay.engine.remote.server_side import KEY
 from assay.engine.remote.transport import FolderTransport
 from assay.integrations.ray.cluster import connect, membership, ray_package
 from assay.integrations.ray.programs import HostedProgram
-from assay.types import UserError, plural
+from assay.types import UserError, describe_error, plural
 
 ANSWER_S = 3.0  # time limit of an actor's answer to a question
 POLL_S = 0.1
@@ -227,14 +227,25 @@ class CopiedFolder(FolderTransport):
             others = list(self._servers.other_nodes())
             files = {file.name: ray.put(file.read_bytes()) for file in sorted(folder.iterdir())} if others else {}
             copies = [server.actor.write.remote(str(folder), files) for server in others]
-            for copy in copies:
-                with suppress(ray.exceptions.RayError):  # a node is lost: its servers fail to load the folder
-                    ray.get(copy)
             try:
+                for server, copy in zip(others, copies, strict=True):
+                    self._check(server, copy)
                 yield folder
             finally:
                 for server in others:
                     server.actor.remove.remote(str(folder))
+
+    def _check(self, server: RayServer, copy: Any) -> None:
+        errors = self._servers.ray.exceptions
+        try:
+            self._servers.ray.get(copy)
+        except errors.RayTaskError as error:
+            raise UserError(
+                f"cannot write weights on node {server.node} ({describe_error(error.cause)}): free some space there, "
+                f"or set {self._servers.launched.section}.folder to a folder that all nodes share"
+            ) from error
+        except errors.RayError:
+            pass  # the node is lost: its servers fail to load the folder
 
 
 def read_files(folder: Path) -> Mapping[str, bytes]:

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,53 @@ class Nodes:
             self.cluster.shutdown()
 
 
+class SeparateNodes:
+    """A cluster of a head and a node that share no files: memory is mounted over `hidden` folders and /dev/shm.
+
+    `cpus`: of the two. `hidden`: also has the temporary files of both, Ray's too. The head has the address of this
+    machine that others reach, and the node a loopback address of its own.
+    """
+
+    NODE = "127.0.0.2"
+
+    def __init__(self, cpus: tuple[int, int], hidden: Sequence[Path], output: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+        head = {"num_cpus": cpus[0], "node_ip_address": outer_address(), "object_store_memory": 80 << 20}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
+        mounts = " && ".join(f"mount -t tmpfs none {shlex.quote(str(folder))}" for folder in [*hidden, "/dev/shm"])
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.address}"]
+        ray += [f"--node-ip-address={self.NODE}", f"--num-cpus={cpus[1]}", f"--object-store-memory={80 << 20}"]
+        with output.open("w") as file:
+            self.node = subprocess.Popen(
+                ["unshare", "--mount", "sh", "-c", f"{mounts} && exec {shlex.join(ray)}"],
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+    def close(self) -> None:
+        self.node.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.node.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(self.node.pid, signal.SIGKILL)
+        with suppress(Exception):
+            self.cluster.shutdown()
+
+
+def outer_address() -> str:
+    """The address of this machine for other machines."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
 class ClusterRun:
     """`assay train` with cluster.kind = "ray", in a process of its own."""
 
@@ -110,14 +159,14 @@ class ClusterRun:
 
     # -- its processes
 
-    def servers(self) -> list[int]:
-        return self._programs(" serve ")
+    def servers(self, module: str = "assay serve") -> list[int]:
+        return self._programs(module)
 
     def learners(self) -> list[int]:
-        return [pid for pid in self._programs(" train ") if actor_of(pid)]
+        return [pid for pid in self._programs("assay train") if actor_of(pid)]
 
-    def _programs(self, mark: str) -> list[int]:
-        mine = re.compile(rf"^\S*python\S* -m assay{mark}")
+    def _programs(self, module: str) -> list[int]:
+        mine = re.compile(rf"^\S*python\S* -m {re.escape(module)}[ .]")
         return [pid for pid, line in commands().items() if mine.match(line) and MARK.encode() in environment(pid)]
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+from ray_nodes import nodes  # noqa: F401 (a fixture)
