@@ -21,7 +21,7 @@ from assay.cli.main import COMMANDS, Parser, main, run, should_report, split_wor
 from assay.config import TrainConfig
 from assay.config.sections import BUILT_IN_ENGINES
 from assay.config.settings import keys, parse_overrides
-from assay.envs.registry import ENVS
+from assay.envs.builtin import ENVS
 from assay.runs.console import is_main, make_console
 from assay.tasks.registry import TASKS
 from assay.types import UserError

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from assay.config import HttpConfig
 from assay.engine.base import Capabilities, EngineInfo
 from assay.server.answers import offsets_in
-from assay.server.batches import SequenceBatches
 from assay.server.protocol import MAX_SCORES, ApiError, RequestParser
-from assay.server.service import token_texts
+from assay.server.service import SequenceBatches, token_texts
 
 PROMPTS = ["Ann has 7 coins.", 'né "木"\n', "a" * 90]
 TOLERANCE = 1e-4

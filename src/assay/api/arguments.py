@@ -7,7 +7,9 @@ under a path (`assay.rewards.importing`), data and models are written to files i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ from pydantic import BaseModel
 
 from assay.config.settings import PYTHON, Resource, keys, load_settings, resource_of, section_at
 from assay.rewards.functions import register_function
+from assay.rewards.importing import OBJECT
 from assay.types import UserError, closest
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -112,3 +115,51 @@ def _not_allowed(key: str) -> Callable[[Any], Any]:
         raise UserError(f"bad value for '{key}': it must be a number, a text, a list or a dict, not {value!r:.100}")
 
     return refuse
+
+
+# Error messages, which name objects and rows instead of the paths that stand for them, and arguments instead of options
+
+_OBJECT_PATH = re.compile(rf"'?{OBJECT}[0-9a-f]{{12}}[:.](\w+)'?")
+_RESUME = re.compile(r"assay train --resume (\S+)((?: --[\w.]+ [\w.-]+)*)")
+_OPTION = re.compile(r"--(task|model|runs_dir|algo\.reference)\b(?: ([\w:@./-]+))?")
+_written: dict[str, re.Pattern[str]] = {}  # by path, with which errors name its rows
+
+
+def remember_rows(path: Path) -> None:
+    """Errors call this file or folder `data`: the program has given its content as rows."""
+    _written[str(path)] = re.compile(rf"'?{re.escape(str(path))}(?:/(\w+)\.jsonl)?'?(?::(\d+))?")
+
+
+def in_python_words(text: str) -> str:
+    for path, pattern in _written.items():
+        if path in text:
+            text = pattern.sub(_named, text)
+    text = _RESUME.sub(lambda found: f"assay.train(resume={found[1]!r}{_arguments(found[2])})", text)
+    text = _OPTION.sub(lambda found: f"{found[1]}={found[2]!r}" if found[2] else found[1], text)
+    return _OBJECT_PATH.sub(r"\1", text)
+
+
+def _arguments(options: str) -> str:
+    """`--optim.lr 1e-5` as `, optim={'lr': 1e-5}`."""
+    words = options.split()
+    named = [(key.lstrip("-").rpartition("."), value) for key, value in zip(words[::2], words[1::2], strict=True)]
+    return "".join(
+        f", {section}={{{name!r}: {value}}}" if section else f", {name}={value}" for (section, _, name), value in named
+    )
+
+
+def _named(found: re.Match[str]) -> str:
+    split, line = found.groups()
+    data = f"data['{split}']" if split else "data"
+    return f"row {int(line) - 1} of {data}" if line else data
+
+
+@contextmanager
+def python_errors() -> Iterator[None]:
+    """Rewrite the errors of a block or of a decorated function, see `in_python_words`."""
+    try:
+        yield
+    except UserError as error:
+        if (text := in_python_words(str(error))) != str(error):
+            error.args = (text,)
+        raise

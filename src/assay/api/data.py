@@ -15,7 +15,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from assay.api.errors import remember_rows
+from assay.api.arguments import remember_rows
 from assay.config.sections import LoraConfig
 from assay.rewards.functions import register_function
 from assay.runs.files import atomic_write, make_folder, rename, sync_tree

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from assay.api.arguments import SHORT, overrides_of, settings_of
+from assay.api.arguments import SHORT, overrides_of, python_errors, settings_of
 from assay.api.data import (
     TOKENIZER,
     TOO_FEW,
@@ -29,7 +29,6 @@ from assay.api.data import (
     reward_settings,
     task_settings,
 )
-from assay.api.errors import python_errors
 from assay.api.notebook import new_console
 from assay.build.trust import guard_run
 from assay.config import RewardConfig, TrainConfig
