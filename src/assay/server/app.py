@@ -1,6 +1,6 @@
 """The routes of the server: the OpenAI API, health and metrics.
 
-`answers` has the formats of answers, `tokenizer_api` the routes of the tokenizer, `trainer_api` those for our trainer,
+`answers` has the formats of answers, `trainer_api` those for our trainer,
 and `classify` those of a classification model.
 """
 
