@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from assay.types import UserError
+
 # Test machines are shared and slow at times: a deadline would fail what is right.
 settings.register_profile("assay", deadline=None, derandomize=True)
 settings.load_profile("assay")
@@ -98,6 +100,17 @@ def refused(stderr_of: Callable[..., str]) -> Callable[[int], str]:
         return line
 
     return line_of
+
+
+@pytest.fixture(scope="session")
+def confined() -> None:
+    """Skips tests of programs where the system does not confine them."""
+    from assay.system.code_runner import start_runner
+
+    try:
+        start_runner().close()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
