@@ -7,8 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, python_errors, settings_of
-from assay.api.data import reward_settings, task_settings
+from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, python_errors, reward_settings, settings_of, task_settings
 from assay.api.models import Generation, LoadedModel, source_of
 from assay.api.notebook import Entries, html_table, new_console
 from assay.build.measure import (

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, settings_of
-from assay.api.data import model_source
+from assay.api.arguments import SHORT_FOR_EVAL, model_source, overrides_of, settings_of
 from assay.api.notebook import html_pre
 from assay.api.session import as_prompt
 from assay.build.measure import inherited_settings

@@ -19,14 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from assay.api.arguments import SHORT, overrides_of, python_errors, settings_of
-from assay.api.data import (
+from assay.api.arguments import (
+    SHORT,
     TOKENIZER,
     TOO_FEW,
     describe_rows,
     lora_settings,
     model_source,
+    overrides_of,
+    python_errors,
     reward_settings,
+    settings_of,
     task_settings,
 )
 from assay.api.notebook import new_console
