@@ -119,7 +119,7 @@ class Job:
         loaded = {f"load_{name}": value for name, value in peak_memory(device).items()}
         cfg = make_config(self.options)
         cfg.train.activation_checkpointing, cfg.train.compile = True, "off"
-        learner = make_learner(policy, cfg, self.options, RunProgress(None, self.options.steps))
+        learner = make_learner(policy, cfg, RunProgress(None, self.options.steps))
         state, seconds = RunState(), []
         for run in range(1 + self.options.steps):
             group = self.work.group(policy.vocab_size, run)
@@ -160,7 +160,7 @@ def main() -> None:
     if args.json:
         earlier_rows(args.json, machine, versions)  # raises before anything is measured
     command = shlex.join(["python", "bench/qlora.py", *sys.argv[1:]])
-    settings = (f"token_budget={args.token_budget}",)
+    settings = (f"train.token_budget={args.token_budget}",)
     options = StepOptions(device=args.device, dtype="bfloat16", steps=args.steps, set=settings)
     work = Sequences(sequences=args.sequences, tokens=args.tokens)
     for shape in args.shapes:

@@ -98,10 +98,17 @@ def test_with_a_kl_term_the_reference_is_timed() -> None:
     assert row["kl"] == 0.1 and row["id"].endswith(step_row_id("-kl0.1", OPTIONS)) and row["parts_s"]["reference"] > 0
 
 
-def test_settings_of_the_updater_are_parsed_by_type() -> None:
-    assert parse_settings(("token_budget=64", "max_grad_norm=0.5")) == {"token_budget": 64, "max_grad_norm": 0.5}
-    assert step_row_id("x", StepOptions(set=("token_budget=64", "max_grad_norm=1.0"))) == "x-token_budget64"
-    for wrong, message in (("tokens=3", "known: .*token_budget"), ("token_budget=many", "such as 16384")):
+def test_settings_of_the_run_are_parsed_and_checked() -> None:
+    words = ("train.token_budget=64", "train.activation_checkpointing=true")
+    assert parse_settings(words) == {"train.token_budget": 64, "train.activation_checkpointing": True}
+    assert step_row_id("x", StepOptions(set=words)) == "x-token_budget64-activation_checkpointing"
+    for wrong, message in (
+        ("train.tokens=3", "train.tokens"),
+        ("train.token_budget=many", "train.token_budget"),
+        ("train.token_budget", "train.token_budget=8192"),
+        ("train.samples=3", "--samples"),
+        ("model.source=x", "--model"),
+    ):
         with pytest.raises(UserError, match=message):
             StepOptions(set=(wrong,))
 
@@ -111,7 +118,7 @@ def test_settings_of_the_updater_are_parsed_by_type() -> None:
     [
         (replace(TINY, samples=1), {}, "--samples must be at least 2"),
         (replace(TINY, temperature=0.0), {}, "--temperature must be above 0"),
-        (replace(TINY, new=40_000), {}, "exceed the maximum length of tiny, 32768"),
+        (replace(TINY, new=600_000), {}, "exceed the maximum length of tiny, 524288"),
         (TINY, {"steps": 0}, "--steps must be at least 1"),
         (TINY, {"kl": -1.0}, "--kl must be 0"),
     ],
@@ -140,7 +147,7 @@ def test_the_row_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
         return update(self, groups, algo, lr, passes)
 
     monkeypatch.setattr(Updater, "update", recorded)
-    options = replace(OPTIONS, set=("token_budget=32",))
+    options = replace(OPTIONS, set=("train.token_budget=32",))
     (row,) = measure_training(SEQUENCES, options)
     rows = rows_of([SEQUENCES.group(512, run=0)], make_algorithm("grpo"))  # all tokens but the first are trained
     assert [one.trained for one in rows] == [[0] + [1] * 15] * 4
@@ -148,7 +155,7 @@ def test_the_row_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["runs"], row["tokens_per_s"], row["first_run_tokens_per_s"]) == ([32.0, 64.0], 48.0, 7.1)
     assert budgets == [32] * 3 and row["token_budget"] == 32 and row["trained_tokens"] == 60
     words = "--train-only --shape tiny --sequences 4 --tokens 16 --device cpu --dtype float32 --steps 2"
-    assert row["command"] == f"assay bench step {words} --set token_budget=32"
+    assert row["command"] == f"assay bench step {words} --set train.token_budget=32"
 
 
 def test_hash_rewards_differ_and_are_the_same_in_judge_workers() -> None:

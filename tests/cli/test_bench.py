@@ -126,14 +126,17 @@ def test_step_results_are_printed_and_written(tmp_path: Path, progress: None, st
     assert "2 prompts of 9 tokens, 3 samples of 8 tokens" in printed
     assert "step-tiny-2x3x8-prompt_tokens9" in printed and "generation" in printed and "reference" not in printed
     assert shows(printed, "warm-up: sampling", "warm-up: training", "step 1 of 1: training")
-    sweep = ["--train-only", "--shape", "tiny", "--sequences", "3", "--tokens", "12", "--set", "token_budget=12,36"]
+    sweep = ["--train-only", "--shape", "tiny", "--sequences", "3", "--tokens", "12"]
+    sweep += ["--set", "train.token_budget=12,36"]
     printed = stdout_of(main(["bench", "step", *sweep, *HOW, "--steps", "1", "--json", str(file)]))
-    assert "training on 3 sequences of 12 tokens token_budget=36" in printed and shows(printed, "run 1 of 1: training")
+    assert "training on 3 sequences of 12 tokens train.token_budget=36" in printed
+    assert shows(printed, "run 1 of 1: training")
     content = json.loads(file.read_text())
     step_row, small, large = content["rows"]
     assert step_row["trained_tokens"] == 48 and small["token_budget"] == 12 and large["token_budget"] == 36
     assert len({row["id"] for row in content["rows"]}) == 3 and small["tokens_per_s"] > 0
-    assert "--set token_budget=12,36" in content["command"] and small["command"].endswith("--set token_budget=12")
+    assert "--set train.token_budget=12,36" in content["command"]
+    assert small["command"].endswith("--set train.token_budget=12")
     assert bench.step_work(parsed_command(step_row)).id.replace("gen-", "step-") in step_row["id"]
 
 

@@ -22,12 +22,15 @@ import torch
 from assay.bench import RunProgress, judge_by_hash
 from assay.bench.engine import device_settings, dtype_name, free_memory, now, row_id, split_by_tokens, trainer_logprobs
 from assay.bench.results import summarize
-from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings, updater_fields
+from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings
 from assay.build.models import build_engine, choose_token_budget, prepare_policy
 from assay.build.problems import build_algorithm
+from assay.build.run import stored_precision
 from assay.config import TrainConfig
+from assay.config.settings import load_settings
 from assay.engine import BaseEngine
 from assay.mesh import Mesh
+from assay.models import Lora
 from assay.models.base import PolicyModel
 from assay.models.device import pick_device, pick_dtype
 from assay.rewards import JudgePool
@@ -35,7 +38,8 @@ from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
 from assay.text.tokenizer import SPECIALS
 from assay.training.learner.learner import Learner, freeze_reference
-from assay.training.learner.optim import make_adamw
+from assay.training.learner.low_memory import lower_precision
+from assay.training.learner.optim import make_optimizer
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
 from assay.training.progress import RunState, Schedule
@@ -45,36 +49,50 @@ from assay.types import Group, Progress, Prompt, UserError
 
 
 def step_row_id(name: str, options: StepOptions) -> str:
-    known = updater_fields()
     others = [f"-kl{options.kl:g}"] * (options.kl > 0)
-    settings = parse_settings(options.set).items()
-    others += [f"-{name}{value}" for name, value in settings if value != known[name].default]
+    for key, value in parse_settings(options.set).items():
+        others.append(f"-{key.rpartition('.')[2]}{'' if value is True else value}")
     return row_id(name + "".join(others), options.device, options.dtype)
 
 
 def make_config(options: StepOptions, samples: int = 2, new: int = 1, temperature: float = 1.0) -> TrainConfig:
     """A GRPO run; settings that are not given keep their defaults."""
-    cfg = TrainConfig(device=options.device)
+    cfg = load_settings(TrainConfig, None, {"algo.recipe": "grpo", **parse_settings(options.set)})
+    cfg.device = options.device
     dtype = dtype_name(pick_dtype(options.dtype, pick_device(options.device)))
     cfg.dtype = cfg.engine.dtype = dtype  # type: ignore[assignment]
     cfg.train.samples, cfg.sampling.max_new_tokens, cfg.sampling.temperature = samples, new, temperature
-    cfg.algo.recipe, cfg.algo.kl_coef = "grpo", options.kl
+    cfg.algo.kl_coef = options.kl
     return cfg
 
 
-def make_learner(policy: PolicyModel, cfg: TrainConfig, options: StepOptions, progress: Progress) -> Learner:
-    o = cfg.optim
+def make_policy(
+    work: Workload | Sequences, cfg: TrainConfig, device: torch.device, progress: Progress | None = None
+) -> PolicyModel:
+    """The policy as the trainer holds it."""
+    policy = work.float32_model(device, work.seed, progress)
+    if cfg.lora.quantize:
+        policy.to("cpu").quantize(device)
+    if cfg.lora.rank:
+        policy.add_lora(Lora(cfg.lora.rank, cfg.lora.alpha, tuple(cfg.lora.targets)), work.seed)
+    lower_precision(policy, stored_precision(cfg, Mesh(device), pick_dtype(cfg.dtype, device)))
+    free_memory(device)  # of the weights in float32
+    return policy
+
+
+def make_learner(policy: PolicyModel, cfg: TrainConfig, progress: Progress) -> Learner:
     prepare_policy(policy, cfg.train)
     dtype = pick_dtype(cfg.dtype, policy.device)
-    tokens = choose_token_budget(policy, dtype, Mesh(policy.device))
-    settings = {"max_grad_norm": o.max_grad_norm, "token_budget": tokens} | parse_settings(options.set)
+    tokens = choose_token_budget(policy, dtype, Mesh(policy.device), cfg.train.activation_checkpointing)
     updater = Updater(
         policy,
-        make_adamw(policy, o.lr, o.betas, o.eps, o.weight_decay),
+        make_optimizer(policy, cfg.optim),
         temperature=cfg.sampling.temperature,
+        max_grad_norm=cfg.optim.max_grad_norm,
+        token_budget=cfg.train.token_budget or tokens,
+        offload_reference=cfg.train.offload_reference,
         dtype=dtype,
         progress=progress,
-        **settings,
     )
     return Learner(cfg, build_algorithm(cfg), updater, Schedule(total_steps=sys.maxsize))
 
@@ -171,14 +189,14 @@ def step_benchmark(work: Workload, options: StepOptions, progress: Progress | No
         raise UserError(f"--temperature must be above 0 in training, not {work.temperature:g}")
     device = pick_device(options.device)
     free_memory(device)
-    policy = work.float32_model(device, work.seed, progress)
-    work.check_length(policy)
     cfg = make_config(options, work.samples, work.new, work.temperature)
+    policy = make_policy(work, cfg, device, progress)
+    work.check_length(policy)
     cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
     renderer = number_renderer(policy.vocab_size)
     engine = build_engine(cfg, policy, renderer, work.max_length)
     shown = RunProgress(progress, options.steps, "step")
-    learner = make_learner(policy, cfg, options, shown)
+    learner = make_learner(policy, cfg, shown)
     if learner.algo.needs.reference:
         with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
             freeze_reference(learner.updater, cfg, Path(folder))
@@ -225,7 +243,10 @@ def peak_memory(device: torch.device) -> dict[str, float | None]:
 def settings_of(cfg: TrainConfig, options: StepOptions, updater: Updater) -> dict[str, Any]:
     """Settings at the end: a token budget that did not fit into memory was halved."""
     return {
-        **{name: getattr(updater, name) for name in updater_fields()},
+        "token_budget": updater.token_budget,
+        "max_grad_norm": updater.max_grad_norm,
+        "precision": cfg.optim.precision,
+        "set": list(options.set),
         "kl": options.kl,
         "lr": cfg.optim.lr,
         **device_settings(updater.policy.device, pick_dtype(cfg.dtype, updater.policy.device)),
@@ -243,12 +264,12 @@ def measure_step(work: Workload, options: StepOptions, progress: Progress | None
 def measure_training(work: Sequences, options: StepOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
     device = pick_device(options.device)
     free_memory(device)
-    policy = work.float32_model(device, work.seed, progress)
+    cfg = make_config(options)
+    policy = make_policy(work, cfg, device, progress)
     if work.tokens > policy.max_length:
         raise UserError(f"--tokens {work.tokens} exceeds the maximum length of {work.label}, {policy.max_length}")
-    cfg = make_config(options)
     shown = RunProgress(progress, options.steps)
-    learner, state = make_learner(policy, cfg, options, shown), RunState()
+    learner, state = make_learner(policy, cfg, shown), RunState()
     speeds = []
     for run in range(1 + options.steps):
         group = work.group(policy.vocab_size, run)

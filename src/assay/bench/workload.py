@@ -10,7 +10,7 @@ import argparse
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from assay.models import Decoder, ModelSpec, PolicyModel
 
 
+LONGEST = 1 << 19  # tokens; of random weights, the length is not limited by training
+
+
 def qwen2(
     hidden: int,
     intermediate: int,
@@ -33,11 +36,13 @@ def qwen2(
     vocab_size: int,
     kv_heads: int = 2,
     tied: bool = True,
+    **others: Any,
 ) -> ModelSpec:
+    """The shape of a Qwen2.5 model; `others` replace what it has in common with its relatives."""
     from assay.models import ModelSpec
 
+    common: dict[str, Any] = {"family": "qwen2", "max_length": LONGEST, "rope_theta": 1e6, "qkv_bias": True}
     return ModelSpec(
-        family="qwen2",
         vocab_size=vocab_size,
         hidden=hidden,
         layers=layers,
@@ -45,11 +50,19 @@ def qwen2(
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=intermediate,
-        max_length=32768,
-        rope_theta=1e6,
         tied=tied,
-        qkv_bias=True,
+        **common | others,
     )
+
+
+def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelSpec:
+    family: dict[str, Any] = {"family": "qwen3", "qkv_bias": False, "qk_norm": True}
+    return qwen2(hidden, intermediate, layers, heads, head_dim=128, vocab_size=151936, kv_heads=8, **family)
+
+
+def llama3_8b() -> ModelSpec:
+    family: dict[str, Any] = {"family": "llama", "qkv_bias": False, "rope_theta": 5e5}
+    return qwen2(4096, 14336, layers=32, heads=32, head_dim=128, vocab_size=128256, kv_heads=8, tied=False, **family)
 
 
 def tiny_llama() -> ModelSpec:
@@ -59,6 +72,9 @@ def tiny_llama() -> ModelSpec:
 
 
 SHAPES: dict[str, Callable[[], ModelSpec]] = {
+    "0.6b": partial(qwen3, 1024, 3072, layers=28, heads=16),  # Qwen3 0.6B
+    "4b": partial(qwen3, 2560, 9728, layers=36, heads=32),  # Qwen3 4B
+    "8b": llama3_8b,  # Llama 3.1 8B
     "0.5b": partial(qwen2, 896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
     "1.5b": partial(qwen2, 1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
     "7b": partial(  # Qwen2.5 7B
@@ -144,7 +160,7 @@ class Measurement(CommandOptions):
 class ModelOptions(CommandOptions):
     """A model with random weights, or one that is loaded."""
 
-    shape: str = option("0.5b", "0.5b, 1.5b, 7b, tiny-llama or tiny, with random weights")
+    shape: str = option("0.5b", "0.5b, 0.6b, 1.5b, 4b, 7b, 8b, tiny-llama or tiny, with random weights")
     model: str | None = option(None, "load a model instead: folder, .gguf or hub id", metavar="SOURCE")
 
     def __post_init__(self) -> None:
@@ -367,11 +383,11 @@ class Options(Measurement):
 
 @dataclass(frozen=True)
 class StepOptions(Measurement):
-    """How a step, or training alone, is measured. Master weights are float32 with every `dtype`."""
+    """How a step, or training alone, is measured."""
 
     steps: int = option(3, "timed steps after a warm-up step", minimum=1)
     kl: float = option(0.0, "KL coefficient; above 0: with a reference model", metavar="COEF")
-    set: tuple[str, ...] = ()  # NAME=VALUE, each a setting of the updater
+    set: tuple[str, ...] = ()  # KEY=VALUE, each a setting of the run
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -381,29 +397,34 @@ class StepOptions(Measurement):
             parse_settings(self.set)
 
 
-SEPARATE_OPTIONS = ("temperature", "dtype")  # fields of the updater that are options of the command, not of --set
-
-
-def updater_fields() -> dict[str, Field]:
-    """Settings of the updater that --set can change."""
-    from assay.training.learner.update import Updater
-
-    plain = [field for field in fields(Updater) if isinstance(field.default, bool | int | float | str)]
-    return {field.name: field for field in plain if field.name not in SEPARATE_OPTIONS}
+# Settings that are options of the command, not of --set.
+OPTION_OF = {
+    "model": "--shape or --model",
+    "device": "--device",
+    "dtype": "--dtype",
+    "seed": "--seed",
+    "train.prompts": "--prompts",
+    "train.samples": "--samples",
+    "sampling.max_new_tokens": "--new",
+    "sampling.temperature": "--temperature",
+    "algo.kl_coef": "--kl",
+}
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    known, settings = updater_fields(), {}
+    """The settings of a run that --set names, by dotted key."""
+    from assay.config import TrainConfig
+    from assay.config.settings import Caller, load_settings, parse_overrides
+
     for word in words:
-        name, _, text = word.partition("=")
-        if name not in known:
-            raise unknown_name("setting", name, known, where="in --set")
-        kind: Any = type(known[name].default)
-        try:
-            settings[name] = {"true": True, "false": False}[text] if kind is bool else kind(text)
-        except (KeyError, ValueError):
-            raise UserError(f"--set {word}: {name} takes a value such as {str(known[name].default).lower()}") from None
-    return settings
+        key, equals, _ = word.partition("=")
+        if not equals:
+            raise UserError(f"--set {word}: a setting and its value are needed, e.g. train.token_budget=8192")
+        if option := OPTION_OF.get(key) or OPTION_OF.get(key.partition(".")[0]):
+            raise UserError(f"--set {key} is an option of this command: {option}")
+    overrides = parse_overrides([f"--{word}" for word in words])
+    load_settings(TrainConfig, None, overrides, Caller("in --set", "--set {}"))
+    return overrides
 
 
 def command_options(*groups: CommandOptions) -> list[str]:

@@ -65,6 +65,7 @@ from assay.training import checkpoint
 from assay.training.async_source import AsyncSource
 from assay.training.learner.critic import make_critic
 from assay.training.learner.learner import Learner, load_reference
+from assay.training.learner.low_memory import Precision, lower_precision
 from assay.training.learner.optim import make_optimizer
 from assay.training.learner.subprocess_updater import SubprocessUpdater, policy_device
 from assay.training.learner.update import Updater
@@ -233,6 +234,7 @@ def assemble(
     algo = build_algorithm(cfg)
     check_layout(cfg, mesh, algo)
     dtype = pick_dtype(cfg.dtype, mesh.device)
+    stored_precision(cfg, mesh, dtype)
     task, train, evaluations = load_problems(cfg, console)
     # Before the model, which may take minutes to load.
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
@@ -256,6 +258,7 @@ def assemble(
     check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
+    lower_precision(policy, stored_precision(cfg, mesh, dtype))
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
     check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
@@ -284,6 +287,22 @@ def assemble(
         stopping=stopping,
         demonstrations=demonstrations,
     )
+
+
+def stored_precision(cfg: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> Precision:
+    """How weights are stored. A model that only adapters change is stored in the dtype of the computation."""
+    precision = cfg.optim.precision
+    alone = mesh.world == 1 and cfg.train.process == "same"
+    if precision == "float32":
+        frozen = cfg.lora.rank and not cfg.lora.quantize and alone and dtype == torch.bfloat16
+        return "bfloat16" if frozen else precision
+    if dtype != torch.bfloat16:
+        raise UserError(
+            f"optim.precision = {precision!r} needs dtype = 'bfloat16', not {cfg.dtype!r}: change one of them"
+        )
+    if not alone:
+        raise UserError(f"optim.precision = {precision!r} works with one training process only: set it to 'float32'")
+    return precision
 
 
 def build_weight_sync(

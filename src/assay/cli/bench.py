@@ -72,8 +72,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--set",
         action="append",
         default=[],
-        metavar="NAME=VALUE[,VALUE...]",
-        help="a setting of the updater, e.g. token_budget; several values give one row each (may be repeated)",
+        metavar="KEY=VALUE[,VALUE...]",
+        help="a setting of the run, e.g. train.token_budget; several values give one row each (may be repeated)",
     )
     group.add_argument("--table", action="store_true", help="measure the standard step and trainings, one by one")
     add_output(parser, "JSON lines of another trainer's benchmark of the standard step, to compare with")
@@ -157,7 +157,7 @@ def run_step(args: argparse.Namespace) -> int:
     return 0
 
 
-STEP_MEMORY = "--set token_budget=..., --samples or --new"  # options that reduce the memory of a step
+STEP_MEMORY = "--set train.token_budget=..., --samples or --new"  # options that reduce the memory of a step
 
 
 def step_words(args: argparse.Namespace, options: Sequence[StepOptions]) -> list[str]:

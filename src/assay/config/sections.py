@@ -307,6 +307,10 @@ class OptimConfig(Section):
     """AdamW epsilon"""
     max_grad_norm: NonNegative = 1.0
     """maximum gradient norm; 0: no clipping"""
+    precision: Literal["float32", "8bit", "bfloat16"] = "float32"
+    """of weights, gradients and moments. float32: 16 bytes per parameter. 8bit: 8 bytes, with weights as exact as
+    float32, gradients in bfloat16 and moments in 8 bits. bfloat16: 6 bytes; as 8bit, but weights are rounded to
+    bfloat16 at random. 8bit and bfloat16 need adamw, dtype bfloat16 and one process"""
 
 
 class LoopConfig(Section):

@@ -173,12 +173,13 @@ def perturb(weights: Sequence[Tensor], relative: float) -> None:
 
 
 def scoring_dtype(updater: Updater) -> torch.dtype:
-    """The dtype of the trainer's scores: at least float32, since an engine cannot follow the noise of bfloat16.
+    """The dtype of the trainer's scores: float32 or more, since an engine cannot follow the noise of bfloat16.
 
-    FSDP computes in the dtype that it was made for.
+    FSDP computes in the dtype that it was made for, and weights that are stored in bfloat16 are not computed with in
+    another one.
     """
-    sharded = any(map(is_fsdp, updater.policy.parameters()))
-    return updater.dtype if sharded or updater.dtype.itemsize >= 4 else torch.float32
+    fixed = any(is_fsdp(parameter) or parameter.dtype == torch.bfloat16 for parameter in updater.policy.parameters())
+    return updater.dtype if fixed or updater.dtype.itemsize >= 4 else torch.float32
 
 
 def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Optimizers (AdamW and Muon), learning rates, gradient clipping, and the optimizer's state as named tensors.
 
+Models whose matrices are in bfloat16 are trained by `low_memory.AdamW8bit`.
+
 Muon orthogonalises the momentum of a matrix, so that the update has equal singular values; see Keller Jordan,
 https://kellerjordan.github.io/posts/muon. Vectors and embeddings are updated by AdamW.
 """
@@ -20,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from assay.config import OptimConfig
 from assay.mesh import local_tensor
+from assay.training.learner.low_memory import AdamW8bit, exact_parts
 from assay.types import UserError
 
 # Coefficients of Jordan's quintic: five iterations map singular values above 0.01 to about 1 (0.7 to 1.2).
@@ -113,6 +116,10 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig, section: str = "optim") -
     if cfg.name == "muon" and cfg.matrix_lr is None:
         raise UserError(f"Muon needs a learning rate of its own for matrices: set {section}.matrix_lr, e.g. 0.001")
     groups = parameter_groups(model, cfg)
+    if any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"]):
+        if cfg.name == "muon":
+            raise UserError("Muon needs weights in float32: set optim.precision = 'float32', or train with adamw")
+        return AdamW8bit(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
     fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
     if cfg.name == "muon":
         return Muon(groups, cfg.lr, cfg.momentum, cfg.betas, cfg.eps, fused)
@@ -195,6 +202,8 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     for grad in grads:
         by_groups[shard_groups(grad)].append(local_tensor(grad))
     if set(by_groups) <= {()}:
+        if any(grad.dtype.itemsize < 4 for grad in grads):
+            return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).norm()
         return torch.nn.utils.get_total_norm([local_tensor(grad) for grad in grads])
     total = torch.zeros((), device=local_tensor(grads[0]).device, dtype=grads[0].dtype)
     for groups, parts in by_groups.items():
@@ -216,11 +225,11 @@ def shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
 def optimizer_tensors(
     parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """The optimizer's state, with names such as `lm_head.weight|exp_avg`."""
+    """The optimizer's state, with names such as `lm_head.weight|exp_avg`, and what a model in bfloat16 lacks."""
     return {
         f"{name}|{kind}": value
         for name, parameter in parameters
-        for kind, value in optimizer.state.get(parameter, {}).items()
+        for kind, value in (exact_parts(parameter, optimizer) | optimizer.state.get(parameter, {})).items()
     }
 
 
@@ -228,22 +237,42 @@ def allocate_optimizer_state(
     parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, saved: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
     """Create the state whose names and shapes were saved, as zeros; returns the tensors by name, to be filled."""
-    kinds: dict[str, list[str]] = defaultdict(list)
+    kinds: dict[str, set[str]] = defaultdict(set)
     for key in saved:
         name, _, kind = key.partition("|")
         if kind:
-            kinds[name].append(kind)
+            kinds[name].add(kind)
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
-        if any(tuple(saved[f"{name}|{kind}"]) != tuple(parameter.shape) for kind in kinds[name] if kind != "step"):
+        if not kinds[name]:
+            continue
+        exact, state = exact_parts(parameter, optimizer), new_state(parameter, optimizer)
+        if kinds[name] - exact.keys() not in (set(), state.keys()) or not exact.keys() <= kinds[name]:
+            raise UserError(
+                f"the checkpoint's optimizer state is that of another optimizer ({name} has "
+                f"{', '.join(sorted(kinds[name]))}): resume with the run's own optim.name and optim.precision"
+            )
+        if kinds[name] - exact.keys():
+            optimizer.state[parameter] = state
+            exact = exact | state
+        if any(tuple(saved[f"{name}|{kind}"]) != tuple(value.shape) for kind, value in exact.items()):
             raise UserError(
                 f"the checkpoint's optimizer state does not fit the model ({name}): resume with the run's own model"
             )
-        if kinds[name]:
-            state = zero_state(parameter, kinds[name], bool(optimizer.defaults.get("fused")))
-            optimizer.state[parameter] = state
-            tensors |= {f"{name}|{kind}": value.detach() for kind, value in state.items()}
+        tensors |= {f"{name}|{kind}": value.detach() for kind, value in exact.items()}
     return tensors
+
+
+def new_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of a parameter before its first step."""
+    if isinstance(optimizer, AdamW8bit):
+        return optimizer.new_state(parameter)
+    kinds = ["step", "exp_avg", "exp_avg_sq"]
+    if isinstance(optimizer, Muon):
+        matrices = (p for group in optimizer.param_groups if group["kind"] == "matrix" for p in group["params"])
+        if any(parameter is matrix for matrix in matrices):
+            kinds = ["momentum"]
+    return zero_state(parameter, kinds, bool(optimizer.defaults.get("fused")))
 
 
 def zero_state(parameter: nn.Parameter, kinds: Iterable[str], fused: bool) -> dict[str, Tensor]:
