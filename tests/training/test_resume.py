@@ -55,6 +55,14 @@ VARIANTS: dict[str, tuple[object, ...]] = {
         *("--algo.entropy_target", 99, "--train.max_train_prompts", 6),
         *("--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.kl_coef", 0.1),
     ),
+    "weights with remainders, moments in 8 bits, warm start, kl": (
+        *("--optim.precision", "8bit", "--dtype", "bfloat16", "--algo.kl_coef", 0.1, "--optim.weight_decay", 0.1),
+        *("--sft.steps", 2, "--sft.batch", 4, "--optim.offload", "true"),
+    ),
+    "weights that are rounded at random": (
+        *("--optim.precision", "bfloat16", "--dtype", "bfloat16", "--engine.dtype", "bfloat16", "--algo.updates", 2),
+    ),
+    "adapters on a base in half precision": ("--lora.rank", 2, "--dtype", "bfloat16", "--algo.kl_coef", 0.1),
     "remax, corrected, clip_cov": (
         *("--algo.recipe", "remax", "--algo.correction", "sequence_truncate", "--algo.updates", 3),
         *("--algo.cov", "clip_cov", "--algo.cov_low", 0, "--algo.cov_fraction", 0.1),
@@ -78,7 +86,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(OnPolicySource, "next", stopped)
 
 
-@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, quick=["lora, muon, kl, warm start"]))
+@pytest.mark.parametrize(
+    "variant", mostly_slow(VARIANTS, quick=["lora, muon, kl, warm start", "weights that are rounded at random"])
+)
 def test_a_resumed_run_equals_one_that_was_never_stopped(
     small: SmallRuns, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -98,6 +108,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
 WARM_STARTS: dict[str, tuple[object, ...]] = {
     "muon, lora, kl": ("--sft.optimizer", "muon", "--sft.matrix_lr", 0.01, "--lora.rank", 2, "--algo.kl_coef", 0.1),
     "sft only": ("--train.steps", 0),
+    "moments in 8 bits": ("--optim.precision", "8bit", "--dtype", "bfloat16"),
 }
 
 

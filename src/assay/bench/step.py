@@ -10,6 +10,7 @@ import resource
 import shlex
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -46,6 +47,8 @@ from assay.training.progress import RunState, Schedule
 from assay.training.sources import OnPolicySource, PromptStream
 from assay.training.sync import sync_weights
 from assay.types import Group, Progress, Prompt, UserError
+
+SAMPLE_S = 0.05
 
 
 def step_row_id(name: str, options: StepOptions) -> str:
@@ -111,6 +114,7 @@ class StepBenchmark:
     parts: list[dict[str, float]] = field(default_factory=list)  # seconds of each part of each step
     memory: dict[str, float | None] | None = None  # measured at the end, unless it was set before
     progress: RunProgress | None = None
+    driver: DriverMemory | None = None
 
     @property
     def collector(self) -> Collector:
@@ -173,6 +177,7 @@ class StepBenchmark:
             **summarize("step_s", "first_step_s", self.seconds, digits=4),
             "trained_tokens": self.trained_tokens,
             **(self.memory or peak_memory(self.device)),
+            **(self.driver.row() if self.driver else {}),
             "parts_s": {name: round(median(step[name] for step in self.parts[1:]), 4) for name in self.parts[0]},
             **self.work.settings(),
             **settings_of(self.cfg, self.options, self.learner.updater),
@@ -189,6 +194,7 @@ def step_benchmark(work: Workload, options: StepOptions, progress: Progress | No
         raise UserError(f"--temperature must be above 0 in training, not {work.temperature:g}")
     device = pick_device(options.device)
     free_memory(device)
+    driver = DriverMemory(device)
     cfg = make_config(options, work.samples, work.new, work.temperature)
     policy = make_policy(work, cfg, device, progress)
     work.check_length(policy)
@@ -204,7 +210,7 @@ def step_benchmark(work: Workload, options: StepOptions, progress: Progress | No
     with JudgePool(judge_by_hash, cfg.reward.workers, cfg.reward.timeout_s) as judge:
         collector = Collector(engine, renderer, judge, progress=shown)
         source = OnPolicySource(cfg, learner.algo, collector, prompts, learner.schedule)
-        yield StepBenchmark(cfg, work, options, source, learner, progress=shown)
+        yield StepBenchmark(cfg, work, options, source, learner, progress=shown, driver=driver)
 
 
 def random_prompts(work: Workload, vocab_size: int, steps: int) -> list[Prompt]:
@@ -228,6 +234,25 @@ def number_renderer(vocab_size: int) -> Renderer:
     renderer = Renderer(tokenizer, style="raw", template="{question}", add_bos=False, stop=())
     renderer.stop_token_ids = ()
     return renderer
+
+
+class DriverMemory:
+    """The peak of the GPU memory that the driver reports as used, by all processes. It is sampled by a thread: torch
+    knows neither the memory of kernels nor that of an engine's KV cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.peak, self.ended = device, 0, threading.Event()
+        if device.type == "cuda":
+            threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while not self.ended.wait(SAMPLE_S):
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.peak = max(self.peak, total - free)
+
+    def row(self) -> dict[str, float]:
+        self.ended.set()
+        return {"peak_driver_gib": round(self.peak / 2**30, 3)} if self.peak else {}
 
 
 def peak_memory(device: torch.device) -> dict[str, float | None]:
@@ -264,6 +289,7 @@ def measure_step(work: Workload, options: StepOptions, progress: Progress | None
 def measure_training(work: Sequences, options: StepOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
     device = pick_device(options.device)
     free_memory(device)
+    driver = DriverMemory(device)
     cfg = make_config(options)
     policy = make_policy(work, cfg, device, progress)
     if work.tokens > policy.max_length:
@@ -284,6 +310,7 @@ def measure_training(work: Sequences, options: StepOptions, progress: Progress |
         "system": "assay",
         **summarize("tokens_per_s", "first_run_tokens_per_s", speeds, digits=1),
         **peak_memory(device),
+        **driver.row(),
         "trained_tokens": work.sequences * (work.tokens - 1),
         **asdict(work),
         "shape": None if work.model else work.shape,

@@ -15,7 +15,7 @@ from assay.algos import Algorithm
 from assay.build.models import activation_bytes
 from assay.config import TrainConfig
 from assay.engine.base import BaseEngine
-from assay.models import Decoder
+from assay.models import Decoder, PolicyModel
 from assay.models.quantize import BLOCK
 from assay.models.spec import ModelSpec
 from assay.training.learner.learner import Learner
@@ -25,7 +25,9 @@ RECORD_S = 1e-4
 CHECKPOINT_BYTES_S = 5e8  # a checkpoint is copied, hashed and written by one thread
 CURVES_S = 2.0  # to draw the curves at the end
 ROLLOUT_TOKEN_BYTES = 36  # of a sampled token in the files of rollouts: id, log-probabilities, text
-STATE_BYTES = 12  # per trained parameter in a checkpoint: weight and two moments
+MOMENT_BYTES = {"float32": 8.0, "8bit": 2.03, "bfloat16": 2.03}  # of AdamW per trained parameter, by optim.precision
+GRADIENT_BYTES = {"float32": 4.0, "8bit": 2.0, "bfloat16": 2.0}
+REMAINDER_BYTES = {"float32": 0.0, "8bit": 2.0, "bfloat16": 0.0}
 FEWEST_PROMPTS = 4  # per step, in advice
 LONG_S = 2 * 3600.0  # a run that takes longer gets advice
 
@@ -196,6 +198,21 @@ def quantized_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
     return embeddings * dtype.itemsize + (spec.parameters - embeddings) * (0.5 + dtype.itemsize / BLOCK)
 
 
+def update_bytes(cfg: TrainConfig) -> float:
+    """Bytes on the device per trained parameter, besides its weight: gradient, moments, remainder."""
+    precision = "float32" if cfg.lora.rank else cfg.optim.precision
+    moments = 0.0 if cfg.optim.offload and precision != "float32" else MOMENT_BYTES[precision]
+    return GRADIENT_BYTES[precision] + REMAINDER_BYTES[precision] + moments
+
+
+def checkpoint_bytes(cfg: TrainConfig, policy: PolicyModel) -> float:
+    """Of the model, merged with its adapters, and of what an exact resume needs besides."""
+    precision = "float32" if cfg.lora.rank else cfg.optim.precision
+    model = policy.parameter_count * next(policy.parameters()).dtype.itemsize
+    adapters = 4.0 * policy.trained_count if cfg.lora.rank else 0.0
+    return model + adapters + (MOMENT_BYTES[precision] + REMAINDER_BYTES[precision]) * policy.trained_count
+
+
 def model_memory(
     cfg: TrainConfig,
     algo: Algorithm | None,
@@ -212,7 +229,7 @@ def model_memory(
     has_critic = algo is not None and algo.settings.critic and cfg.critic.trunk == "separate"
     reference_bytes = 4 if cfg.algo.reference_ema else dtype.itemsize
     sizes = {
-        "weights, gradients, AdamW": weight_bytes + 12.0 * trained,
+        "weights, gradients, AdamW": weight_bytes + update_bytes(cfg) * trained,
         "engine's copy of the weights": float(engine_dtype.itemsize * count),
         "reference": float(reference_bytes * (reference_count or count) * has_reference),
         "critic, gradients, AdamW": 16.0 * count * bool(has_critic),

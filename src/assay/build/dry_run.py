@@ -27,6 +27,7 @@ from assay.build.cost import (
     model_memory,
     predict,
     quantized_bytes,
+    update_bytes,
 )
 from assay.build.models import model_source
 from assay.build.preflight import model_spec
@@ -57,7 +58,6 @@ T = TypeVar("T")
 GIB, MIB = 2**30, 2**20
 TYPICAL_PROMPT = 256  # tokens; prompts are not tokenized by `diagnose_config`
 PROMPTS, SAMPLES, NEW_TOKENS = 2, 4, 8  # of the trial update, at most
-MOMENTS_BYTES = 12  # per trained parameter: gradient and moments, which the trial allocates
 
 
 def diagnose_config(cfg: TrainConfig) -> list[Diagnosis]:
@@ -116,7 +116,8 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
         return None
     dtype, engine_dtype = pick_dtype(cfg.dtype, device), pick_dtype(cfg.engine.dtype, device)
     count = spec.parameters
-    weight_bytes = quantized_bytes(spec, dtype) if cfg.lora.quantize else 4.0 * count
+    in_16_bits = dtype == torch.bfloat16 and (cfg.lora.rank or cfg.optim.precision != "float32")
+    weight_bytes = quantized_bytes(spec, dtype) if cfg.lora.quantize else (2.0 if in_16_bits else 4.0) * count
     parts = model_memory(cfg, algo, dtype, engine_dtype, count, 0 if cfg.lora.rank else count, weight_bytes)
     length = min(TYPICAL_PROMPT + cfg.sampling.max_new_tokens, spec.max_length)
     parts["KV cache of one answer"] = kv_bytes(spec, engine_dtype) * length
@@ -128,8 +129,8 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
     return Diagnosis(
         "memory_full",
         f"the run needs at least {total / GIB:.1f} GiB ({listed}), and {free / GIB:.1f} GiB are free on {device}",
-        f"use a smaller model, LoRA ({now(config, 'lora.rank')}), more devices (docs/guides/many-processes.md), "
-        "or end other processes that use the memory",
+        f"use a smaller model, optim.precision = '8bit', LoRA ({now(config, 'lora.rank')}), more devices "
+        "(docs/guides/many-processes.md), or end other processes that use the memory",
     )
 
 
@@ -273,4 +274,4 @@ def try_update(cfg: TrainConfig, collector: Collector, learner: Learner, prompts
 
 def room_for_updates(learner: Learner) -> bool:
     free = free_memory(learner.mesh.device)
-    return free is None or MOMENTS_BYTES * learner.policy.trained_count <= free
+    return free is None or update_bytes(learner.cfg) * learner.policy.trained_count <= free

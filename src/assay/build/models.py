@@ -121,7 +121,7 @@ def cpu_token_budget(memory: int, parameters: int, token_bytes: int) -> int:
     return max(LEAST_TOKEN_BUDGET, min(TOKEN_BUDGET, 1 << max(tokens, 1).bit_length() - 1))
 
 
-def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, recompute: bool = False) -> int:
+def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, recompute: bool | str = False) -> int:
     """The automatic `train.token_budget`, equal on all ranks. Must be called before the policy is sharded.
 
     The ranks of a host share its memory equally, and the rank with the least memory decides for all.
@@ -132,7 +132,7 @@ def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, rec
     by_rank = mesh.all_gather_objects((socket.gethostname(), free_memory(mesh.device)))
     ranks = Counter(host for host, _ in by_rank)
     shares = [memory // ranks[host] for host, memory in by_rank if memory is not None]
-    token_bytes = activation_bytes(policy.spec, dtype, recompute)
+    token_bytes = activation_bytes(policy.spec, dtype, recompute in (True, "offload"))
     return cpu_token_budget(min(shares), policy.parameter_count, token_bytes) if shares else TOKEN_BUDGET
 
 
@@ -145,14 +145,24 @@ def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> 
                 "remove them"
             )
         return
-    policy.recompute = cfg.activation_checkpointing
+    policy.recompute = cfg.activation_checkpointing in (True, "offload")
+    policy.offload = cfg.activation_checkpointing == "offload"
+    partial = cfg.activation_checkpointing == "partial"
     if policy.quantized:
-        if cfg.compile == "on":
-            raise UserError("train.compile does not work with lora.quantize: remove one of them")
+        if cfg.compile == "on" or partial:
+            raise UserError(
+                "lora.quantize works neither with train.compile nor with train.activation_checkpointing = 'partial': "
+                "remove one of them"
+            )
         return
     large = policy.parameter_count >= COMPILED
     if cfg.compile == "on" or (cfg.compile == "auto" and large and processes == 1 and uses_triton(policy.device)):
-        policy.compile_layers(bridged=processes == 1)
+        policy.compile_layers(processes == 1, partial)
+    elif partial:
+        raise UserError(
+            "train.activation_checkpointing = 'partial' needs compiled layers: set train.compile = 'on', or set it to "
+            "true or false"
+        )
 
 
 def model_source(cfg: ModelConfig, runs_dir: str) -> str:

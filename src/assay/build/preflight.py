@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from assay.training.learner.pack import TRAINER_LOGPROBS, pack, rows_of, with_st
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 TYPICAL_VOCABULARY = 1_000  # of presets, whose vocabulary comes from the task
+GIB = 2**30
 PROMPTS, SAMPLES, TOKENS = 2, 8, 4  # of the trial of the user's own code, at most
 
 
@@ -45,6 +47,24 @@ def check_before_loading(cfg: TrainConfig, algo: Algorithm, prompts: Sequence[Pr
         custom_backend(cfg.engine.name)
     if has_own_code(cfg):
         try_algorithm(cfg, prompts[:PROMPTS], verdict)
+
+
+def disk_warning(cfg: TrainConfig, size: float) -> str:
+    """What to say if the checkpoints that exist at a time, of `size` bytes each, need more than the free disk space.
+
+    A checkpoint is written before an older one is deleted.
+    """
+    folder = Path(cfg.runs_dir).absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    kept = {"the first": 1, "the best": int(cfg.save.best), "the latest": cfg.save.keep or 1, "the next": 1}
+    needed = sum(kept.values()) * size
+    if needed <= free:
+        return ""
+    listed = ", ".join(f"{count} {name}" if count > 1 else name for name, count in kept.items() if count)
+    return (
+        f"checkpoints need up to {needed / GIB:.1f} GiB ({size / GIB:.1f} each: {listed}), and {free / GIB:.1f} GiB "
+        f"are free in {cfg.runs_dir}: lower save.keep, set save.best = false, or choose another runs_dir"
+    )
 
 
 def check_reference(cfg: TrainConfig, algo: Algorithm) -> None:

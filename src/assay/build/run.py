@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from assay.algos import LengthLimits
+from assay.build.cost import checkpoint_bytes
 from assay.build.models import (
     build_collector,
     build_engine,
@@ -29,7 +30,7 @@ from assay.build.models import (
     prepare_policy,
     set_up_threads,
 )
-from assay.build.preflight import check_before_loading, check_reference
+from assay.build.preflight import check_before_loading, check_reference, disk_warning
 from assay.build.problems import (
     build_algorithm,
     build_demonstrations,
@@ -234,7 +235,7 @@ def assemble(
     algo = build_algorithm(cfg)
     check_layout(cfg, mesh, algo)
     dtype = pick_dtype(cfg.dtype, mesh.device)
-    stored_precision(cfg, mesh, dtype)
+    precision = stored_precision(cfg, mesh, dtype)
     task, train, evaluations = load_problems(cfg, console)
     # Before the model, which may take minutes to load.
     with build_judge_pool(cfg.reward, task, cfg.judge) as judge:
@@ -245,7 +246,7 @@ def assemble(
     tokenizer = build_tokenizer(cfg.model, source, task)
     renderer = build_renderer(cfg.prompt, tokenizer, task)
     train = select_prompts(train, cfg, renderer, console)
-    policy = load_policy(cfg, source, tokenizer, device, dtype, adapters, console)
+    policy = load_policy(cfg, source, tokenizer, device, dtype, precision, adapters, console)
     check_sizes(cfg, policy.max_length)  # again: of a model on the hub, the size was not known before
     set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     for cause in settings_problems(cfg, algo, task, policy.parameter_count):
@@ -258,13 +259,15 @@ def assemble(
     check_texts(console, splits, demonstrations, renderer, policy.max_length, checked_texts)
     check_inputs(mesh, {"train": train, **evaluations, "sft": demonstrations}, renderer, policy)
     critic = make_critic(cfg, algo, policy, mesh, dtype)
-    lower_precision(policy, stored_precision(cfg, mesh, dtype))
+    lower_precision(policy, precision)  # a critic begins with the exact weights
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
     check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     prepare_policy(policy, cfg.train, mesh.world)
     updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
+    if directory is None and mesh.is_main and (text := disk_warning(cfg, checkpoint_bytes(cfg, policy))):
+        console.warn(text)
     stopping = Stopping(cfg.save.grace_s, mesh)
     collector = build_collector(cfg, task, engine, renderer, mesh, stopping, console.progress)
     check_collector(cfg, collector, train, evaluations, policy, console)
@@ -352,6 +355,7 @@ def load_policy(
     tokenizer: Tokenizer,
     device: torch.device,
     dtype: torch.dtype,
+    precision: Precision,
     adapters: Path | None,
     console: Console,
 ) -> PolicyModel:
@@ -373,6 +377,7 @@ def load_policy(
     if cfg.lora.rank:
         lora = Lora(cfg.lora.rank, cfg.lora.alpha, tuple(cfg.lora.targets), cfg.model.source)
         policy.add_lora(lora, cfg.seed)
+        lower_precision(policy, precision)  # before their fingerprint is compared
     if adapters is not None:
         load_adapter(policy, adapters)
     return policy

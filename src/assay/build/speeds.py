@@ -10,7 +10,7 @@ from math import ceil
 from statistics import fmean, median
 from typing import TypeVar
 
-from assay.build.cost import STATE_BYTES, Answers, EvaluationWork, Line, Speeds, Work
+from assay.build.cost import Answers, EvaluationWork, Line, Speeds, Work, checkpoint_bytes
 from assay.engine import Request, generate
 from assay.engine.base import SamplingParams
 from assay.rollout import sampling_params
@@ -193,7 +193,7 @@ def work_of(run: TrainingRun, prompts: Sequence[Prompt], now: Answers, observed:
         overlaps=cfg.source.name == "async" and cfg.source.max_staleness > 0,
         warm_steps=cfg.sft.steps,
         warm_tokens=warm_tokens,
-        checkpoint_bytes=float(STATE_BYTES * learner.policy.trained_count),
+        checkpoint_bytes=checkpoint_bytes(cfg, learner.policy),
         saves=saves,
         # The first, the latest, the best.
         kept=min(saves, 1 + (cfg.save.keep or saves) + bool(cfg.save.best and periodic)),

@@ -311,6 +311,8 @@ class OptimConfig(Section):
     """of weights, gradients and moments. float32: 16 bytes per parameter. 8bit: 8 bytes, with weights as exact as
     float32, gradients in bfloat16 and moments in 8 bits. bfloat16: 6 bytes; as 8bit, but weights are rounded to
     bfloat16 at random. 8bit and bfloat16 need adamw, dtype bfloat16 and one process"""
+    offload: bool = False
+    """keep the moments of optim.precision 8bit or bfloat16 in CPU memory: 2 bytes per parameter"""
 
 
 class LoopConfig(Section):
@@ -332,8 +334,9 @@ class LoopConfig(Section):
     """training passes over each batch of rollouts"""
     token_budget: Count = 0
     """maximum tokens per micro-batch; affects memory, not the result; 0: 16384, or fewer on a CPU with little memory"""
-    activation_checkpointing: bool = False
-    """store only layer inputs for the backward pass, and recompute the rest; less memory, about a third more time"""
+    activation_checkpointing: bool | Literal["partial", "offload"] = False
+    """recompute activations in the backward pass. true: all but the inputs of layers, a third more time; offload: the
+    same, with these inputs in CPU memory; partial: the cheaper half, 7 % more time; needs compiled layers"""
     compile: Literal["auto", "on", "off"] = "auto"
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     offload_reference: bool = False

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
@@ -31,6 +34,7 @@ from assay.types import UserError
 
 # (queries [N, heads, d], keys [N, kv_heads, d], values [N, kv_heads, d], window, scale) -> [N, heads, d]
 Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
+PARTIAL = 0.5
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
@@ -141,6 +145,7 @@ class Decoder(PolicyModel):
     inv_freq: Tensor  # [tables, rotated / 2]: see `rope_tables`
     supports_prefix_sharing = True
     recompute = False  # activation checkpointing: store only the inputs of layers; less memory, a third more time
+    offload = False  # with `recompute`: store these inputs in CPU memory
     compiled_bridge: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None  # see `compile_layers`
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -176,7 +181,8 @@ class Decoder(PolicyModel):
             assert isinstance(layer, Layer)
             cos, sin = rotations[layer.rope_table]
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+                with save_on_cpu(pin_memory=x.is_cuda) if self.offload else nullcontext():
+                    x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
         return self.model.norm(x)
@@ -191,13 +197,16 @@ class Decoder(PolicyModel):
             x, q, k, v = self.compiled_bridge(layer, following, x, attended, *rotations[following.rope_table])
         return Layer.post_attention(layers[-1], x, attend(q, k, v, layers[-1].window, layers[-1].scale))
 
-    def compile_layers(self, bridged: bool = True) -> None:
+    def compile_layers(self, bridged: bool = True, partial: bool = False) -> None:
         """Compile what surrounds products and attention. All layers share the code compiled for the first one.
 
         `bridged`: compile the end of one layer and the start of the next as one piece, which halves the number of
         calls; not possible with hooks on whole layers, as FSDP has.
+        `partial`: recompute activations in the backward pass, beginning with the cheapest, until half of their memory
+        is saved.
         """
         check_compile_cache()
+        torch._functorch.config.activation_memory_budget = PARTIAL if partial else 1.0
         self.compiled_bridge = torch.compile(bridge, dynamic=True) if bridged else None
         for layer in self.model.layers:
             assert isinstance(layer, Layer)

@@ -239,24 +239,18 @@ class MappedMemory:
         """Map physical memory; its contents are undefined."""
         if self.mapped:
             return
+        torch.cuda.empty_cache()  # what training has used, so that both never add up
         try:
-            self._create()
+            call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
         except MemoryError:
-            torch.cuda.empty_cache()  # torch may cache unused memory
-            try:
-                self._create()
-            except MemoryError:
-                raise UserError(
-                    f"the {self.size / 2**30:.1f} GiB of the KV cache cannot be mapped again: lower "
-                    "engine.kv_cache_gib or train.token_budget"
-                ) from None
+            raise UserError(
+                f"the {self.size / 2**30:.1f} GiB of the KV cache cannot be mapped again: lower "
+                "engine.kv_cache_gib or train.token_budget"
+            ) from None
         call("cuMemMap", self.address, self.size, 0, self.handle, 0)
         access = Access(self.location, READ_AND_WRITE)
         call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), 1)
         self.mapped = True
-
-    def _create(self) -> None:
-        call("cuMemCreate", ctypes.byref(self.handle), self.size, ctypes.byref(self.kind), 0)
 
     def unmap(self) -> None:
         """Release the physical memory. The addresses stay reserved; accessing them is an error until `map`."""

@@ -211,5 +211,6 @@ def make_critic(
     model = ValueModel(policy, shared)
     if not shared:
         parallelise(model.trunk, mesh, cfg.parallel.mode, dtype)
-        model.trunk.recompute = cfg.train.activation_checkpointing
+        model.trunk.recompute = cfg.train.activation_checkpointing in (True, "offload")
+        model.trunk.offload = cfg.train.activation_checkpointing == "offload"
     return Critic(model, cfg.critic, cfg.train.token_budget, dtype, mesh)

@@ -15,6 +15,7 @@ On a GPU, `low_memory_kernels` makes the step in one pass over the memory; the t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -84,20 +85,24 @@ class AdamW8bit(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        offload: bool = False,
     ) -> None:
+        """`offload`: keep the moments of matrices in CPU memory."""
         super().__init__(list(groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self.offload = offload
         self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
 
-    @staticmethod
-    def new_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {"step": torch.zeros(())}
         if parameter.dtype != torch.bfloat16:
             return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         blocks = -(-parameter.numel() // BLOCK)
+        pinned = self.offload and parameter.is_cuda
+        zeros = partial(torch.zeros, device="cpu" if self.offload else parameter.device, pin_memory=pinned)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
-            state[f"{name}_scales"] = torch.zeros(blocks, device=parameter.device)
+            state[f"{name}_codes"] = zeros(parameter.shape, dtype=torch.uint8)
+            state[f"{name}_scales"] = zeros(blocks, dtype=torch.float32)
         return state
 
     @torch.no_grad()
@@ -112,6 +117,8 @@ class AdamW8bit(torch.optim.Optimizer):
                     state |= self.new_state(parameter)
                 state["step"] += 1
                 self._update(parameter, group, state)
+        if self.offload and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the state is read by the CPU
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Tensor]) -> None:
         step, (beta1, beta2) = int(state["step"]), group["betas"]
@@ -125,9 +132,10 @@ class AdamW8bit(torch.optim.Optimizer):
         }
         assert parameter.grad is not None
         if parameter.dtype != torch.bfloat16:
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            new, *updated = adamw(parameter, parameter.grad.to(parameter.dtype), *moments, **coefficients)
-            for target, value in zip((parameter, *moments), (new, *updated), strict=True):
+            targets = parameter, state["exp_avg"], state["exp_avg_sq"]
+            for target, value in zip(
+                targets, adamw(targets[0], parameter.grad, *targets[1:], **coefficients), strict=True
+            ):
                 target.copy_(value)
             return
         make_step: Callable[..., None] = update
@@ -135,12 +143,13 @@ class AdamW8bit(torch.optim.Optimizer):
             from assay.training.learner import low_memory_kernels
 
             make_step = low_memory_kernels.update
-        make_step(
-            *(parameter, remainder_of(parameter), parameter.grad),
-            *(state["exp_avg_codes"], state["exp_avg_scales"], state["exp_avg_sq_codes"], state["exp_avg_sq_scales"]),
-            hashed(hashed(step) ^ self.numbers[parameter]),
-            **coefficients,
-        )
+        kept = [state[f"{name}_{part}"] for name in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")]
+        moments = [tensor.to(parameter.device, non_blocking=True) for tensor in kept]
+        seed = hashed(hashed(step) ^ self.numbers[parameter])
+        make_step(parameter, remainder_of(parameter), parameter.grad, *moments, seed, **coefficients)
+        if self.offload:
+            for tensor, new in zip(kept, moments, strict=True):
+                tensor.copy_(new, non_blocking=True)
 
 
 def adamw(

@@ -38,7 +38,8 @@ def update(
     rest = weight if remainder is None else remainder
     _update[(triton.cdiv(len(first_scales), ROWS),)](
         *(weight, rest, grad.contiguous(), first_codes, first_scales, second_codes, second_scales),
-        *(weight.numel(), len(first_scales), seed - (seed >> 31 << 32), beta1, beta2, rate, scale, eps, keep),
+        *(weight.numel(), len(first_scales), seed - (seed >> 31 << 32)),
+        *(beta1, 1 - beta1, beta2, 1 - beta2, rate, scale, eps, keep),
         HAS_REMAINDER=remainder is not None,
         ROWS=ROWS,
         num_warps=8,
@@ -98,7 +99,9 @@ def _update(
     blocks,
     seed,
     beta1,
+    rest1,
     beta2,
+    rest2,
     rate,
     scale,
     eps,
@@ -119,8 +122,8 @@ def _update(
     if HAS_REMAINDER:
         rest = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
         exact = ((high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
-    first = beta1 * first + (1 - beta1) * slope
-    second = beta2 * second + (1 - beta2) * slope * slope
+    first = beta1 * first + rest1 * slope
+    second = beta2 * second + rest2 * slope * slope
     new = keep * exact - rate * first / (tl.sqrt(second) * scale + eps)
     bits1 = _hashed(at.to(tl.uint32) ^ seed.to(tl.uint32))
     bits2 = _hashed(bits1 + 0x9E3779B9)

@@ -119,7 +119,7 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig, section: str = "optim") -
     if any(parameter.dtype == torch.bfloat16 for group in groups for parameter in group["params"]):
         if cfg.name == "muon":
             raise UserError("Muon needs weights in float32: set optim.precision = 'float32', or train with adamw")
-        return AdamW8bit(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
+        return AdamW8bit(groups, cfg.lr, cfg.betas, cfg.eps, cfg.offload)
     fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
     if cfg.name == "muon":
         return Muon(groups, cfg.lr, cfg.momentum, cfg.betas, cfg.eps, fused)

@@ -284,8 +284,9 @@ def halve_token_budget(owner: Budgeted, rows: Sequence[Row], failure: BaseExcept
     if owner.token_budget <= longest:
         where = "out of memory" if failure else "another rank ran out of memory"
         raise UserError(
-            f"{where} with a single sequence of up to {longest} tokens: set train.activation_checkpointing = true or "
-            "engine.sleep_while_training = true, or lower engine.kv_cache_gib or sampling.max_new_tokens"
+            f"{where} with a single sequence of up to {longest} tokens: set train.activation_checkpointing = true, "
+            "optim.precision = '8bit' or engine.sleep_while_training = true, or lower engine.kv_cache_gib or "
+            "sampling.max_new_tokens"
         ) from failure
     owner.token_budget = max(min(owner.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
     if torch.cuda.is_available():
