@@ -6,12 +6,14 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from assay.types import UserError
 
 # Test machines are shared and slow at times: a deadline would fail what is right.
 settings.register_profile("assay", deadline=None, derandomize=True)
@@ -63,6 +65,52 @@ def gsm8k_folder() -> Path:
     if not (folder / "train.jsonl").exists():
         pytest.skip("GSM8K is not here: set ASSAY_GSM8K to a folder with train.jsonl and test.jsonl")
     return folder
+
+
+@pytest.fixture
+def stdout_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`stdout_of(main(words))`: what a command prints to standard output. It must return 0, or `code`."""
+
+    def printed(returned: int, code: int = 0) -> str:
+        shown = capsys.readouterr()
+        assert returned == code, shown.err
+        return shown.out
+
+    return printed
+
+
+@pytest.fixture
+def stderr_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`stderr_of(main(words))`: what a command prints to standard error. It must return 2, or `code`."""
+
+    def printed(returned: int, code: int = 2) -> str:
+        shown = capsys.readouterr().err
+        assert returned == code, shown
+        return shown
+
+    return printed
+
+
+@pytest.fixture
+def refused(stderr_of: Callable[..., str]) -> Callable[[int], str]:
+    """`refused(main(words))`: the one line with which a command refuses to do something."""
+
+    def line_of(returned: int) -> str:
+        (line,) = stderr_of(returned).splitlines()
+        return line
+
+    return line_of
+
+
+@pytest.fixture(scope="session")
+def confined() -> None:
+    """Skips tests of programs where the system does not confine them."""
+    from assay.system.code_runner import start_runner
+
+    try:
+        start_runner().close()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

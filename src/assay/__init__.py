@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from assay.api.inspection import doctor as doctor
     from assay.api.models import Generation as Generation
     from assay.api.models import LoadedModel as LoadedModel
+    from assay.api.models import ModelServer as ModelServer
     from assay.api.models import generate as generate
     from assay.api.models import load as load
-    from assay.api.saved import SavedRun as SavedRun
-    from assay.api.saved import load_run as load_run
-    from assay.api.serving import ModelServer as ModelServer
-    from assay.api.serving import serve as serve
+    from assay.api.models import serve as serve
     from assay.api.session import Policy as Policy
     from assay.api.session import Session as Session
     from assay.api.session import Trainer as Trainer
     from assay.api.session import session as session
+    from assay.api.training import SavedRun as SavedRun
+    from assay.api.training import load_run as load_run
     from assay.api.training import sft as sft
     from assay.api.training import train as train
     from assay.config.sections import LoraConfig as LoraConfig
@@ -51,11 +51,9 @@ _MODULES = {  # of the exported names
     "assay.algos": ("LossTerm",),
     "assay.api.evaluation": ("Evaluation", "Evaluations", "evaluate", "score"),
     "assay.api.inspection": ("Comparison", "Findings", "compare", "doctor"),
-    "assay.api.models": ("Generation", "LoadedModel", "generate", "load"),
-    "assay.api.saved": ("SavedRun", "load_run"),
-    "assay.api.serving": ("ModelServer", "serve"),
+    "assay.api.models": ("Generation", "LoadedModel", "ModelServer", "generate", "load", "serve"),
     "assay.api.session": ("Policy", "Session", "Trainer", "session"),
-    "assay.api.training": ("sft", "train"),
+    "assay.api.training": ("SavedRun", "load_run", "sft", "train"),
     "assay.config.sections": ("LoraConfig",),
     "assay.envs": ("Env",),
     "assay.rewards": ("Judge",),

@@ -19,11 +19,10 @@ import torch
 from small_run import SmallRuns, gpt2_folder
 from waiting import until
 
-from assay.api import html
 from assay.api.evaluation import evaluate, score
 from assay.api.inspection import compare, doctor
-from assay.api.models import LoadedModel, generate, load
-from assay.api.serving import serve
+from assay.api.models import LoadedModel, generate, load, serve
+from assay.api.notebook import html_paragraph, html_pre, html_table
 from assay.tasks import make_task
 from assay.types import Status, UserError
 
@@ -195,7 +194,7 @@ def test_a_server_ends_with_its_block_or_its_program(small: SmallRuns, tmp_path:
     with pytest.raises(UserError, match=r"did not start: unknown run 'smal' in .*: did you mean 'small'") as error:
         serve("run:smal@last", runs_dir=small.runs)
     assert "\n" not in str(error.value)
-    program = "import sys, time; from assay.api.serving import serve\n"
+    program = "import sys, time; from assay.api.models import serve\n"
     program += "print(serve(sys.argv[1], device='cpu').url, flush=True); time.sleep(600)"
     command = [sys.executable, "-c", program, str(small.checkpoint(2) / "model")]
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed program leaves the log
@@ -236,7 +235,7 @@ def test_doctor_and_compare_show_what_the_commands_print(
 
 
 def test_html_is_escaped() -> None:
-    shown = html.table(["<a>"], [["x & y", None]], "<script>") + html.pre("<b>") + html.paragraph("<i>")
+    shown = html_table(["<a>"], [["x & y", None]], "<script>") + html_pre("<b>") + html_paragraph("<i>")
     assert not any(text in shown for text in ("<a>", "<script>", "<b>", "<i>")) and "x &amp; y" in shown
 
 

@@ -22,9 +22,7 @@ import torch
 from small_run import SmallRuns
 
 import assay
-from assay.api.arguments import SHORT, overrides_of
-from assay.api.data import lora_settings, task_settings
-from assay.api.errors import in_python_words, python_errors
+from assay.api.arguments import SHORT, in_python_words, lora_settings, overrides_of, python_errors, task_settings
 from assay.api.session import console_warnings
 from assay.config import TrainConfig
 from assay.rewards import JudgePool, importing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def test_rows_of_files_in_a_mix_are_all_checked(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_and_an_evaluation_warn_of_unknown_words_in_evaluation_prompts(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     data = small.folder / "data"
     data.mkdir()
@@ -210,8 +210,7 @@ def test_a_dry_run_and_an_evaluation_warn_of_unknown_words_in_evaluation_prompts
         rows = [{"question": f"{n} {words}", "answer": n} for n in range(20)]
         (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
-    assert small.train(*own, "--dry-run") == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "does not know" in line]
+    (line,) = [line for line in stdout_of(small.train(*own, "--dry-run")).splitlines() if "does not know" in line]
     assert "5 of 5 test prompts" in line and "'é' in " in line
     assert small.train(*own, "--train.steps", 1) == 0
     capsys.readouterr()
@@ -252,10 +251,9 @@ def test_a_dry_run_warns_if_there_is_no_gradient(small: SmallRuns, capsys: pytes
     assert "no gradient: check algo.advantage" in capsys.readouterr().out
 
 
-def test_a_dry_run_steps_an_environment(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_steps_an_environment(small: SmallRuns, stdout_of: Callable[..., str]) -> None:
     words = ("--env", "code.py:Fine", "--task", "", "--task.args", "{}", "--model.tokenizer", "characters")
-    assert small.train("--dry-run", *words) == 0, capsys.readouterr().err
-    output = capsys.readouterr().out
+    output = stdout_of(small.train("--dry-run", *words))
     assert "advantage and loss work" in output and "task code.py:Fine: an endless train split; 2 steps" in output
 
 

@@ -17,7 +17,7 @@ from stub_endpoint import stub_endpoint
 
 from assay import Trainer
 from assay.build import trust
-from assay.build.scoring import ScoreConfig
+from assay.build.measure import ScoreConfig
 from assay.cli.chat import ChatConfig
 from assay.cli.main import main
 from assay.config import ServeConfig, TrainConfig

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,11 @@ def test_options_of_a_workload_round_trip() -> None:
 
 
 def test_engine_results_are_printed_written_and_added_to(
-    tmp_path: Path, progress: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, progress: None, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     file, peers = tmp_path / "results.json", tmp_path / "peers.jsonl"
     peers.write_text('{"engine": "vllm", "shape": "tiny", "logprobs": true, "tokens_per_s": 1}\n')
-    assert main(["bench", "engine", *SMALL, "--repeat", "2", "--json", str(file), "--parts"]) == 0
-    printed = capsys.readouterr().out
+    printed = stdout_of(main(["bench", "engine", *SMALL, "--repeat", "2", "--json", str(file), "--parts"]))
     assert "gen-tiny-2x3x8" in printed and "6 sequences from 2 prompts" in printed and "--parts needs CUDA" in printed
     assert shows(printed, "warm-up: sampling", "run 1 of 2: sampling", "run 2 of 2: sampling")
     longtail = ["--lengths", "longtail", "--requests", "20", "--peer-rows", str(peers), "--json", str(file)]
@@ -120,31 +120,17 @@ def test_two_starts_are_measured(tmp_path: Path) -> None:
     assert start["id"].startswith("startup-tiny") and start["runs"] == [start["seconds_cold"], start["seconds"]]
 
 
-def test_step_results_are_printed_and_written(
-    tmp_path: Path, progress: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_step_results_are_printed_and_written(tmp_path: Path, progress: None, stdout_of: Callable[..., str]) -> None:
     file = tmp_path / "results.json"
-    assert main(["bench", "step", *SMALL, "--steps", "1", "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
+    printed = stdout_of(main(["bench", "step", *SMALL, "--steps", "1", "--json", str(file)]))
     assert "2 prompts of 9 tokens, 3 samples of 8 tokens" in printed
     assert "step-tiny-2x3x8-prompt_tokens9" in printed and "generation" in printed and "reference" not in printed
     assert shows(printed, "warm-up: sampling", "warm-up: training", "step 1 of 1: training")
-    sweep = [
-        "--train-only",
-        "--shape",
-        "tiny",
-        "--sequences",
-        "3",
-        "--tokens",
-        "12",
-        "--set",
-        "train.token_budget=12,36",
-    ]
-    assert main(["bench", "step", *sweep, *HOW, "--steps", "1", "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert "training on 3 sequences of 12 tokens train.token_budget=36" in printed and shows(
-        printed, "run 1 of 1: training"
-    )
+    sweep = ["--train-only", "--shape", "tiny", "--sequences", "3", "--tokens", "12"]
+    sweep += ["--set", "train.token_budget=12,36"]
+    printed = stdout_of(main(["bench", "step", *sweep, *HOW, "--steps", "1", "--json", str(file)]))
+    assert "training on 3 sequences of 12 tokens train.token_budget=36" in printed
+    assert shows(printed, "run 1 of 1: training")
     content = json.loads(file.read_text())
     step_row, small, large = content["rows"]
     assert step_row["trained_tokens"] == 48 and small["token_budget"] == 12 and large["token_budget"] == 36
@@ -172,11 +158,10 @@ def test_step_results_are_compared_with_rows_of_a_peer(tmp_path: Path, monkeypat
 
 
 def test_episode_results_are_printed_written_and_added_to(
-    tmp_path: Path, progress: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, progress: None, stdout_of: Callable[..., str]
 ) -> None:
     file = tmp_path / "results.json"
-    assert main(["bench", "episodes", *EPISODES, "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
+    printed = stdout_of(main(["bench", "episodes", *EPISODES, "--json", str(file)]))
     assert "12 episodes, at most 256 running, actions of up to 8 tokens" in printed and "12 of 12" in printed
     assert shows(printed, "warm-up: episodes, rounds", "run 1 of 1: episodes, own-pace")
     assert main(["bench", "episodes", *EPISODES, "--max-batch", "5", "--json", str(file)]) == 0
@@ -208,7 +193,5 @@ def test_episode_results_are_printed_written_and_added_to(
         ("recipes configs/demo.toml --help", "python bench/recipes.py"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
-    assert main(["bench", *words.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_mistakes_are_reported_in_one_line(refused: Callable[..., str], words: str, message: str) -> None:
+    assert message in refused(main(["bench", *words.split()]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,56 +39,51 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("target", ["runs/one", "run:one@last"])
-def test_a_run_is_found_by_name_and_by_path(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_found_by_name_and_by_path(target: str, tmp_path: Path, stdout_of: Callable[..., str]) -> None:
     make_run(tmp_path, FAILED)
-    assert main(["doctor", target]) == 1
-    first, _, heading, *lines = capsys.readouterr().out.splitlines()
+    first, _, heading, *lines = stdout_of(main(["doctor", target]), 1).splitlines()
     assert first == "run one (stopped, 6 steps): 1 error" and heading == "ERROR  no_answer"
     assert lines[0].startswith("  found: 100 % of the answers in all 6 steps") and "no box" in lines[0]
     assert lines[1] == '  e.g. p/1: "12\\u001b[2J", expected 12'
     assert lines[2].startswith("  to do: ") and "reward.extract (now boxed)" in lines[2] and len(lines) == 3
 
 
-def test_notes_do_not_change_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_do_not_change_the_exit_code(tmp_path: Path, stdout_of: Callable[..., str]) -> None:
     path = make_run(tmp_path)
     results = {"before": {"accuracy": 0.5, "n": 50}, "after": {"accuracy": 0.6, "n": 50}, "steps": 6}
     (path / "summary.json").write_text(json.dumps({**results, "paired": {"p_value": 0.3, "gained": 9, "lost": 4}}))
-    assert main(["doctor", "one", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(stdout_of(main(["doctor", "one", "--json"])))
     (found,) = content["findings"]
     assert content["target"] == "one" and found["name"] == "not_significant" and found["severity"] == "note"
     assert [*found] == ["name", "evidence", "remedy", "severity", "examples"]
 
 
-def test_a_config_is_checked_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_is_checked_with_overrides(tmp_path: Path, stdout_of: Callable[..., str]) -> None:
     lines = ['model = "preset:nano"', 'device = "cpu"', "[task]", 'name = "abacus"', "[optim]", "lr = 1e-3"]
     (tmp_path / "small.toml").write_text("\n".join([*lines, "[eval]", "final_examples = 9"]))
-    assert main(["doctor", "small.toml"]) == 0
-    assert capsys.readouterr().out == "config small.toml: no problems found\n"
-    assert main(["doctor", "small.toml", "--optim.lr", "1e-15"]) == 1
-    assert "WARNING  learning_rate_low" in capsys.readouterr().out
+    assert stdout_of(main(["doctor", "small.toml"])) == "config small.toml: no problems found\n"
+    assert "WARNING  learning_rate_low" in stdout_of(main(["doctor", "small.toml", "--optim.lr", "1e-15"]), 1)
     assert not (tmp_path / "runs").exists()
 
 
-def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stderr_of: Callable[..., str]
+) -> None:
     make_run(tmp_path)
     assert main(["doctor", "two"]) == 2 and "unknown run 'two'" in capsys.readouterr().err
     assert main(["doctor", "one", "--optim.lr", "1"]) == 2 and "is a run" in capsys.readouterr().err
     assert main(["doctor", "x" * 5000]) == 2
     capsys.readouterr()
-    assert main(["doctor", "configs/two.toml"]) == 2
-    assert "there is no file configs/two.toml" in capsys.readouterr().err
+    assert "there is no file configs/two.toml" in stderr_of(main(["doctor", "configs/two.toml"]))
 
 
-def test_a_failed_run_shows_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_shows_its_error(tmp_path: Path, stdout_of: Callable[..., str]) -> None:
     with Run.create(tmp_path / "runs", "one", "") as run:
         run.write_status("failed", 5, "the environment\nfailed: fix it")
-    assert main(["doctor", "one"]) == 1
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = stdout_of(main(["doctor", "one"]), 1).splitlines()
     assert first == "run one (failed, 0 steps): ended with an error"
     assert second == "  ended with: the environment failed: fix it"
-    assert main(["doctor", "one", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["error"] == "the environment\nfailed: fix it"
+    assert json.loads(stdout_of(main(["doctor", "one", "--json"]), 1))["error"] == "the environment\nfailed: fix it"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_a_failed_run_shows_its_error(tmp_path: Path, capsys: pytest.CaptureFixt
     [("metrics.jsonl", "named pipe"), ("config.toml", "folder"), ("summary.json", "link"), (LAST, "named pipe")],
 )
 def test_what_is_not_a_file_is_named_and_the_rest_is_diagnosed(
-    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     path = make_run(tmp_path, FAILED)
     (path / name).unlink(missing_ok=True)
@@ -108,8 +104,7 @@ def test_what_is_not_a_file_is_named_and_the_rest_is_diagnosed(
         assert first == "run one (stopped, 0 steps): no problems found in what can be read" and not lines
     else:
         assert first.endswith(": 1 error") and "ERROR  no_answer" in lines
-    assert main(["doctor", str(path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["unreadable"] == [f"{name} {what}"]
+    assert json.loads(stdout_of(main(["doctor", str(path), "--json"]), 1))["unreadable"] == [f"{name} {what}"]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +116,11 @@ def test_what_is_not_a_file_is_named_and_the_rest_is_diagnosed(
     ],
 )
 def test_damaged_files_are_named_and_the_rest_is_diagnosed(
-    name: str, content: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: str, told: str, tmp_path: Path, stdout_of: Callable[..., str]
 ) -> None:
     path = make_run(tmp_path, FAILED)
     (path / name).write_text(((path / name).read_text() if name == "metrics.jsonl" else "") + content)
-    assert main(["doctor", str(path)]) == 1
-    output = capsys.readouterr().out
+    output = stdout_of(main(["doctor", str(path)]), 1)
     assert f"  not diagnosed: {told}" in output and "ERROR  no_answer" in output
 
 

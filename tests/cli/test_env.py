@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,11 @@ def typed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
 
 
 def test_the_example_environment_is_short_and_passes_the_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, stdout_of: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert len((ROOT / "examples" / "my_env.py").read_text().splitlines()) < 40
-    assert main(["env", "check", "examples/my_env.py:Backwards"]) == 0
-    assert "FAIL" not in capsys.readouterr().out
+    assert "FAIL" not in stdout_of(main(["env", "check", "examples/my_env.py:Backwards"]))
 
 
 def test_the_documented_environment_is_the_example() -> None:
@@ -41,38 +40,35 @@ def test_the_documented_environment_is_the_example() -> None:
     assert code[code.index("import random") :].strip() in page
 
 
-def test_a_broken_environment_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_environment_fails_the_check(
+    tmp_path: Path, stdout_of: Callable[..., str], stderr_of: Callable[..., str]
+) -> None:
     (tmp_path / "bad.py").write_text(
         "import random\nfrom assay.envs import Env\nclass Bad(Env):\n"
         "    def reset(self, *, seed=None, options=None):\n        return str(random.random()), {}\n"
         "    def step(self, action):\n        return '', 0.0, True, False, {}\n"
     )
-    assert main(["env", "check", f"{tmp_path}/bad.py:Bad"]) == 1
-    assert "FAIL" in capsys.readouterr().out
-    assert main(["env", "check", f"{tmp_path}/bad.py:Bad", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    assert "FAIL" in stdout_of(main(["env", "check", f"{tmp_path}/bad.py:Bad"]), 1)
+    found = json.loads(stdout_of(main(["env", "check", f"{tmp_path}/bad.py:Bad", "--json"]), 1))
     assert not found["ok"] and 0 < sum(bool(check["problem"]) for check in found["checks"]) < len(found["checks"])
-    assert main(["env", "check", "nothing"]) == 2
-    assert "unknown environment" in capsys.readouterr().err
+    assert "unknown environment" in stderr_of(main(["env", "check", "nothing"]))
 
 
-def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_play_an_episode(monkeypatch: pytest.MonkeyPatch, stdout_of: Callable[..., str]) -> None:
     typed(monkeypatch, ["1", "", "one\\", "2", "3"])  # an empty line is not an action; a backslash continues one
-    assert main(["env", "play", "guess", "--seed", "1", "--arg", "high=3", "--arg", "tries=3"]) == 0
-    output = capsys.readouterr().out
+    output = stdout_of(main(["env", "play", "guess", "--seed", "1", "--arg", "high=3", "--arg", "tries=3"]))
     assert "Guess a number from 1 to 3" in output and "return: 1 of 1" in output and "episode 2" in output
 
 
 def test_play_stepwise_on_a_local_file_with_its_calculator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdout_of: Callable[..., str]
 ) -> None:
     row = {"question": "Half of 48, plus 48?", "answer": "72 in all\n#### 72"}
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 2)
     task = ["--task", "gsm8k", "--path", str(tmp_path), "--task-arg", "val_size=1", "--arg", "calculator=true"]
     typed(monkeypatch, ["Half is <<48/2=", "24 clips, and 24 + 48 = 72 in all", "\\boxed{72}"])
-    assert main(["env", "play", "stepwise", *task, "--arg", "line_reward=0.5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = stdout_of(main(["env", "play", "stepwise", *task, "--arg", "line_reward=0.5"])).splitlines()
     assert "[user] Half of 48, plus 48?" in lines and "[tool] 24>>" in lines
     # the two turns that end at "=" have no reward; the line with the correct equation and the answer have one
     rewards = [line.partition(",")[0].strip("[]") for line in lines if line.startswith("[reward")]

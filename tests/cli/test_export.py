@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,26 +61,24 @@ def test_an_unknown_run_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert "unknown run 'demo'" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(source: Path, tmp_path: Path, stderr_of: Callable[..., str]) -> None:
     taken, file = tmp_path / "taken", tmp_path / "file"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
     file.write_text("mine")
     for dest, message in ((taken, "not empty"), (file, "is a file")):
-        assert main(["export", str(source), str(dest)]) == 2
-        assert message in capsys.readouterr().err
+        assert message in stderr_of(main(["export", str(source), str(dest)]))
     assert (taken / "notes.txt").read_text() == file.read_text() == "mine"
 
 
 def test_a_failed_export_leaves_no_files(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr_of: Callable[..., str]
 ) -> None:
     def disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export, "save", disk_full)
-    assert main(["export", str(source), str(tmp_path / "out")]) == 2
-    assert "No space left" in capsys.readouterr().err
+    assert "No space left" in stderr_of(main(["export", str(source), str(tmp_path / "out")]))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -106,11 +105,10 @@ def test_a_run_is_exported_with_a_model_card_and_lora_is_merged(lora_runs: Small
 
 @pytest.mark.parametrize("words", [["out.gguf"], ["out", "--gguf", "q8_0"]])
 def test_a_gguf_file_gives_the_same_logits_within_its_rounding(
-    words: list[str], lora_runs: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], lora_runs: SmallRuns, tmp_path: Path, stdout_of: Callable[..., str]
 ) -> None:
     dest = tmp_path / words[0]
-    assert lora_runs("export", "run:small@last", dest, *words[1:], "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json.loads(stdout_of(lora_runs("export", "run:small@last", dest, *words[1:], "--json")))
     assert facts["dest"] == str(dest) and facts["format"] == (words[1:] or [0, "f16"])[1]
     assert "greedy decoding" in facts["notes"][0]
     file = dest if dest.is_file() else dest / "out-q8_0.gguf"

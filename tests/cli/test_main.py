@@ -21,7 +21,7 @@ from assay.cli.main import COMMANDS, Parser, main, run, should_report, split_wor
 from assay.config import TrainConfig
 from assay.config.sections import BUILT_IN_ENGINES
 from assay.config.settings import keys, parse_overrides
-from assay.envs.registry import ENVS
+from assay.envs.builtin import ENVS
 from assay.runs.console import is_main, make_console
 from assay.tasks.registry import TASKS
 from assay.types import UserError
@@ -29,13 +29,11 @@ from assay.types import UserError
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-def test_without_arguments_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_all_commands_are_listed(stdout_of: Callable[..., str]) -> None:
     for words in ([], ["--help"], ["-h"], ["help"]):
-        assert main(words) == 0
-        output = capsys.readouterr().out
+        output = stdout_of(main(words))
         assert all(f"\n  {name} " in output for name in COMMANDS) and "--debug" in output
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"assay {__version__}\n"
+    assert stdout_of(main(["--version"])) == f"assay {__version__}\n"
 
 
 TORCH_STANDIN = """
@@ -92,12 +90,10 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
     assert f"usage: assay {command}" in capsys.readouterr().out
 
 
-def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "nowhere.toml"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_debug_shows_the_traceback(stderr_of: Callable[..., str]) -> None:
+    assert "Traceback" not in stderr_of(main(["train", "nowhere.toml"]))
     for words in (["--debug", "train", "nowhere.toml"], ["train", "nowhere.toml", "--debug"]):
-        assert main(words) == 2
-        output = capsys.readouterr().err
+        output = stderr_of(main(words))
         assert "Traceback" in output and "UserError" in output
         assert output.splitlines()[-1].startswith("assay: no config file at nowhere.toml")
 
@@ -113,12 +109,11 @@ def test_a_warning_is_one_line_without_source_location(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "warning: two lines\n"
 
 
-def test_an_interrupt_prints_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_prints_no_traceback(stderr_of: Callable[..., str]) -> None:
     def stopped(words: list[str]) -> int:
         raise KeyboardInterrupt
 
-    assert main(["x"], stopped) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in stderr_of(main(["x"], stopped), 130)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +129,12 @@ def test_an_interrupt_prints_no_traceback(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_errors_of_users_and_of_the_operating_system_are_one_line(
-    error: Exception, output: str, capsys: pytest.CaptureFixture[str]
+    error: Exception, output: str, stderr_of: Callable[..., str]
 ) -> None:
     def fails(words: list[str]) -> int:
         raise error
 
-    assert main(["x"], fails) == 2
-    shown = capsys.readouterr().err
+    shown = stderr_of(main(["x"], fails))
     assert output in shown and shown.startswith("assay: ") and shown.count("\n") == 1
     if not isinstance(error, UserError):
         with pytest.raises(type(error)):
@@ -173,7 +167,9 @@ def test_settings_before_or_after_arguments(text: str, own: str, overrides: dict
     assert words_of(text) == (own.split(), overrides)
 
 
-def test_exit_codes_are_those_that_the_help_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_are_those_that_the_help_explains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
+) -> None:
     def interrupted(words: list[str]) -> int:
         raise KeyboardInterrupt
 
@@ -187,8 +183,7 @@ def test_exit_codes_are_those_that_the_help_explains(tmp_path: Path, capsys: pyt
     codes[main([], interrupted) - signal.SIGINT] = "128 + N stopped by signal N"
     assert [*codes] == [0, 1, 2, 128]
     capsys.readouterr()
-    assert main(["--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split()).partition("exit codes: ")[2]
+    shown = " ".join(stdout_of(main(["--help"])).split()).partition("exit codes: ")[2]
     assert [part.split()[0] for part in shown.split("; ")] == ["0", "1", "2", "128"]
     assert all(text in shown for text in codes.values())
 
@@ -224,9 +219,8 @@ def test_only_one_process_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 # Help of settings
 
 
-def test_help_lists_every_setting_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
-    output = capsys.readouterr().out
+def test_help_lists_every_setting_in_its_group(stdout_of: Callable[..., str]) -> None:
+    output = stdout_of(main(["train", "--help"]))
     lines = output.splitlines()
     assert "general:" in lines
     for key, field in keys(TrainConfig):
@@ -249,10 +243,9 @@ def test_help_lists_every_setting_in_its_group(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_help_of_a_section_of_a_key_and_of_general_settings(
-    words: list[str], belongs: Callable[[str], bool], capsys: pytest.CaptureFixture[str]
+    words: list[str], belongs: Callable[[str], bool], stdout_of: Callable[..., str]
 ) -> None:
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = stdout_of(main(words)).splitlines()
     shown = {line.split()[0] for line in lines if line.startswith("  --")}
     assert shown == {f"--{key}" for key, _ in keys(TrainConfig) if belongs(key)}
     assert not any(line.startswith("usage") for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_file_is_written_where_the_user_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "one"]) == 0
-    assert capsys.readouterr().out.startswith("one-report.html (0.")
+def test_the_file_is_written_where_the_user_says(folder: Path, stdout_of: Callable[..., str]) -> None:
+    assert stdout_of(main(["report", "one"])).startswith("one-report.html (0.")
     assert "<title>one · assay report</title>" in (folder / "one-report.html").read_text()
     (folder / "there").mkdir()
     assert main(["report", "runs/one", "-o", "there"]) == 0 and (folder / "there" / "one-report.html").is_file()
     assert main(["report", "run:one@last", "-o", "x.html"]) == 0 and (folder / "x.html").is_file()
 
 
-def test_mistakes_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(folder: Path, refused: Callable[..., str]) -> None:
     for words, told in (
         (["onn"], "did you mean 'one'"),
         (["one", "--runs_dir", "none"], "give the path of a run"),
         (["one", "-o", "no/such/folder.html"], "choose another file with -o"),
     ):
-        assert main(["report", *words]) == 2
-        error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1
-
-
-def test_a_damaged_run_has_a_report(folder: Path) -> None:
-    (folder / "runs" / "one" / "config.toml").unlink()
-    assert main(["report", "one"]) == 0 and "config.toml is missing" in (folder / "one-report.html").read_text()
+        assert told in refused(main(["report", *words]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,8 @@ def runs_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--dir", runs_dir) == 0
-    title, headings, first, second, resume = capsys.readouterr().out.splitlines()
+def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]) -> None:
+    title, headings, first, second, resume = stdout_of(call("--dir", runs_dir)).splitlines()
     assert title == f"Runs in {runs_dir}"
     assert headings.split()[:3] == ["run", "state", "task"]
     for wanted in ("finished", "abacus", "grpo", "240/240", "33.0% [29.0, 37.0]", "67.0% [63.0, 71.0]", "1.2e-20"):
@@ -79,10 +79,9 @@ def test_list(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_folders_without_runs_unknown_runs_and_incomplete_summaries(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
-    assert call("--dir", tmp_path / "none") == 0
-    assert "assay train" in capsys.readouterr().out
+    assert "assay train" in stdout_of(call("--dir", tmp_path / "none"))
     with Run.create(tmp_path, "sparse", "") as run:
         run.write_summary({"after": {"accuracy": 0.5}, "paired": None})
     assert "50.0%" in listed(tmp_path, capsys)["after"]
@@ -126,7 +125,7 @@ def test_progress_honours_epochs_budget_and_warm_start(
 
 
 def test_a_killed_run_is_interrupted_and_a_failed_run_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     with Run.create(tmp_path, "ended", "") as run:
         run.write_status("running", 80)
@@ -134,8 +133,7 @@ def test_a_killed_run_is_interrupted_and_a_failed_run_says_why(
     run.write_status("failed", 80, "the judge failed")
     cells = listed(tmp_path, capsys)
     assert cells["state"] == "failed" and cells["rest"] == "ended failed: the judge failed"
-    assert call("ended", "--dir", tmp_path) == 0
-    assert "the judge failed" in capsys.readouterr().out
+    assert "the judge failed" in stdout_of(call("ended", "--dir", tmp_path))
 
 
 def test_plot_draws_the_curves_again(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,10 +147,9 @@ def test_plot_draws_the_curves_again(runs_dir: Path, capsys: pytest.CaptureFixtu
         call("new", "--plot", "--dir", runs_dir)
 
 
-def test_a_damaged_run_does_not_hide_the_others(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_does_not_hide_the_others(runs_dir: Path, stdout_of: Callable[..., str]) -> None:
     (runs_dir / "fast" / "metrics.jsonl").write_text("{\n")
-    assert call("--dir", runs_dir) == 0
-    out = capsys.readouterr().out
+    out = stdout_of(call("--dir", runs_dir))
     assert "demo" in out
     assert "damaged" in out
     with pytest.raises(UserError, match="line 1"):
@@ -191,13 +188,10 @@ def line_of(out: str, start: str) -> str:
     return next(line for line in out.splitlines() if line.startswith(start))
 
 
-def test_comparison_prints_the_paired_test_curves_and_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_prints_the_paired_test_curves_and_settings(tmp_path: Path, stdout_of: Callable[..., str]) -> None:
     make_run(tmp_path, "one", range(10))
     make_run(tmp_path, "two", range(8, 20), lr=4e-4)
-    assert compare(tmp_path, "compare", "one", "two") == 0
-    out = capsys.readouterr().out
+    out = stdout_of(compare(tmp_path, "compare", "one", "two"))
     p_value = binomtest(8, 18).pvalue
     final = line_of(out, "two with one")
     assert "+5.0 [" in final and "+10 / -8" in final and f"{p_value:.2g}" in final and " 40 " in final
@@ -225,14 +219,11 @@ def test_json_and_the_place_of_the_picture(tmp_path: Path, capsys: pytest.Captur
     assert "choose another file with -o" in capsys.readouterr().err
 
 
-def test_different_questions_are_said_and_common_ones_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_questions_are_said_and_common_ones_compared(tmp_path: Path, stdout_of: Callable[..., str]) -> None:
     make_run(tmp_path, "one", range(10), range(20))
     make_run(tmp_path, "two", range(12), range(5, 30))
     make_run(tmp_path, "other", range(50, 54), range(50, 60))
-    assert compare(tmp_path, "one", "two", "other") == 0
-    out = capsys.readouterr().out
+    out = stdout_of(compare(tmp_path, "one", "two", "other"))
     assert "The settings are equal." in out and not list(tmp_path.glob("*.png"))  # only with the word compare
     assert "only the 15 common questions count (5 only in one, 10 only in two)" in out
     assert "one and other have no question in common, so there is no paired test" in out
@@ -254,38 +245,33 @@ def test_different_questions_are_said_and_common_ones_compared(
     ],
 )
 def test_damaged_and_unfinished_runs_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None, told: str
+    tmp_path: Path, stdout_of: Callable[..., str], file: str, content: str | None, told: str
 ) -> None:
     make_run(tmp_path, "one", range(10))
     (path,) = make_run(tmp_path, "two", range(8, 20)).glob(file)
     path.unlink() if content is None else path.write_text(content)
-    assert compare(tmp_path, "one", "two") == 0
-    assert told in capsys.readouterr().out
-    assert compare(tmp_path, "two", "one", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["runs"][1]["run"] == "one"
+    assert told in stdout_of(compare(tmp_path, "one", "two"))
+    assert json.loads(stdout_of(compare(tmp_path, "two", "one", "--json")))["runs"][1]["run"] == "one"
 
 
-def test_a_damaged_config_hides_only_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_config_hides_only_the_settings(tmp_path: Path, stdout_of: Callable[..., str]) -> None:
     make_run(tmp_path, "one", range(10))
     (make_run(tmp_path, "two", range(8, 20)) / "config.toml").write_text("= 3")
     make_run(tmp_path, "three", range(10), lr=2e-4)
-    assert compare(tmp_path, "compare", "one", "two") == 0
-    out = capsys.readouterr().out
+    out = stdout_of(compare(tmp_path, "compare", "one", "two"))
     assert "+10 / -8" in line_of(out, "two with one") and line_of(out, "state").split() == [
         *("state", "finished", "damaged", "(finished)")
     ]
     assert line_of(out, "after").count("%") == 2 and out.count("▁▁▂▂▃▃▄▄▅▅▆▆▇▇██ 0.01 to 1") == 2
     assert "The settings of two are not compared: its config.toml cannot be read." in out and "equal" not in out
-    assert compare(tmp_path, "compare", "one", "two", "three", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(stdout_of(compare(tmp_path, "compare", "one", "two", "three", "--json")))
     assert found["differences"] == {"optim.lr": [1e-4, None, 2e-4]}
     assert [bool(run["problems"]) for run in found["runs"]] == [False, True, False]
 
 
-def test_too_few_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], stderr_of: Callable[..., str]) -> None:
     make_run(tmp_path, "one", range(10))
     for words in (["compare"], ["compare", "one"], ["one", "-o", "x.png"]):
-        assert compare(tmp_path, *words) == 2
-        assert "at least two runs" in capsys.readouterr().err
+        assert "at least two runs" in stderr_of(compare(tmp_path, *words))
     make_run(tmp_path, "compare", range(10))
     assert compare(tmp_path, "compare") == 0 and "Results" in capsys.readouterr().out

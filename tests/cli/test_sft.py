@@ -8,6 +8,8 @@ import pytest
 from small_run import SmallRuns
 
 from assay.cli.main import main
+from assay.runs.curves import draw_curves
+from assay.training import run
 
 STEPS = 40
 
@@ -18,7 +20,8 @@ def small(tmp_path: Path) -> SmallRuns:
 
 
 @pytest.mark.slow
-def test_sft_learns_the_format_of_the_solutions(small: SmallRuns, draws_curves: None) -> None:
+def test_sft_learns_the_format_of_the_solutions(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "draw_curves", draw_curves)
     words = ("--sft.steps", STEPS, "--sft.batch", 16, "--sft.lr", 1e-2, "--reward.function", "")
     assert small("sft", small.config, *words, "--sampling.max_new_tokens", 24) == 0
     summary = small.summary("small-sft")

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,11 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_writes_no_script(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    folder: Path, stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
     words, message = BAD[name]
-    assert write(*words) == 2
-    result = capsys.readouterr().err
+    result = stderr_of(write(*words))
     assert message in result and result.startswith("assay: ") and result.count("\n") == 1
     assert not list(folder.rglob("*.sbatch"))
 
@@ -145,11 +145,10 @@ def test_time_limits_are_parsed_as_by_sbatch(limit: str, expected: float) -> Non
     assert seconds(limit) == expected
 
 
-def test_no_config_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_config_is_one_line(folder: Path, stderr_of: Callable[..., str]) -> None:
     assert write(config="none.toml") == 2
     assert main(["slurm", "tiny.toml"]) == 2
-    assert main(["slurm", "--gpus-per-node", "1"]) == 2
-    result = capsys.readouterr().err.splitlines()
+    result = stderr_of(main(["slurm", "--gpus-per-node", "1"])).splitlines()
     assert len(result) == 3 and "no config file at none.toml" in result[0] and "--gpus-per-node" in result[1]
 
 
@@ -328,11 +327,12 @@ def test_engine_nodes_follow_the_nodes_that_train(cluster: Path) -> None:
     assert f"--output={ODD.replace('%', '%%')}/slurm/tiny-12003-engine%n.log" in given["engine"]
 
 
-def test_number_of_servers_and_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_servers_and_nodes(
+    folder: Path, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
+) -> None:
     words = ["--nodes", 2, "--engines", 3, "--engine", "vllm", "--output"]
     assert write(*words, "gpus.sbatch", gpus=8) == 0
-    assert write(*words, "pairs.sbatch", "--servers-per-node", 4, gpus=8) == 0
-    assert "note" not in capsys.readouterr().out
+    assert "note" not in stdout_of(write(*words, "pairs.sbatch", "--servers-per-node", 4, gpus=8))
     assert write(*ENGINES, "--output", "one.sbatch") == 0
     assert "there is one engine server, and its failure can end the job" in capsys.readouterr().out
     texts = [(folder / f"{name}.sbatch").read_text() for name in ("gpus", "pairs", "one")]
@@ -372,13 +372,11 @@ def test_a_job_without_engine_nodes_ignores_those_of_another_job(
 
 
 def test_the_output_of_sbatch_is_printed(
-    cluster: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cluster: Path, stdout_of: Callable[..., str], stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sbatch = cluster / "tools" / "sbatch"
     sbatch.write_text('#!/bin/bash\n[[ $1 == tiny.sbatch ]] && echo "Submitted batch job 5"\n')
     sbatch.chmod(stat.S_IRWXU)
-    assert write("--submit") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "Submitted batch job 5"
+    assert stdout_of(write("--submit")).splitlines()[-1] == "Submitted batch job 5"
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
-    assert write("--submit") == 2
-    assert "sbatch rejected tiny.sbatch: invalid partition" in capsys.readouterr().err
+    assert "sbatch rejected tiny.sbatch: invalid partition" in stderr_of(write("--submit"))

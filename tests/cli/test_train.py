@@ -153,7 +153,7 @@ def test_results_folder_and_next_commands_are_printed(small: SmallRuns, capsys: 
     assert before.items() <= small.files().items()
 
 
-def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlap_between_train_and_test_is_reported(small: SmallRuns, stdout_of: Callable[..., str]) -> None:
     rows = [{"question": f"{n} + 1", "answer": n + 1} for n in range(30)]
     lines = [json.dumps(row) + "\n" for row in rows]
     data = small.folder / "data"
@@ -161,20 +161,18 @@ def test_overlap_between_train_and_test_is_reported(small: SmallRuns, capsys: py
     (data / "train.jsonl").write_text("".join(lines[:20]))
     (data / "test.jsonl").write_text("".join(lines[16:26]))
     words = ("--task", "jsonl", "--task.path", data, "--task.args", "{}", "--model.tokenizer", "characters")
-    assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.steps", 1) == 0
-    output = capsys.readouterr().out
+    output = stdout_of(small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.steps", 1))
     assert re.search(r"warning: [34] of the 10 test problems", output)  # validation is carved
     assert "no overlap between 18 train and 2 validation problems" in output
 
 
 def test_a_single_file_is_trained_and_measured_on_different_rows(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, stdout_of: Callable[..., str]
 ) -> None:
     file = small.folder / "mine.jsonl"
     file.write_text("".join(json.dumps({"question": f"{n} + 1", "answer": n + 1}) + "\n" for n in range(40)))
     words = ("--task", "jsonl", "--task.path", file, "--task.args", "{}", "--model.tokenizer", "characters")
-    assert small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.epochs", 1) == 0
-    output = capsys.readouterr().out
+    output = stdout_of(small.train(*words, "--eval.final_examples", 0, "--eval.examples", 0, "--train.epochs", 1))
     assert "no overlap between 32 train and 4 test problems" in output
     assert "no overlap between 32 train and 4 validation problems" in output
     assert not [line for line in output.splitlines() if "warning" in line and "were cut off" not in line]
@@ -197,10 +195,9 @@ def test_user_defined_task_and_reward(small: SmallRuns) -> None:
     assert small.summary("own-judge")["task"] == f"{file}:Parity"
 
 
-def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, stdout_of: Callable[..., str]) -> None:
     before = small.files()
-    assert small.train("--dry-run", "--algo.kl_coef", 0.1) == 0
-    output = capsys.readouterr().out
+    output = stdout_of(small.train("--dry-run", "--algo.kl_coef", 0.1))
     assert "all checks passed" in output and "24 train problems; 2 steps" in output
     assert re.search(r"estimated total +\d+\.\d\d MiB on cpu", output)
     for part in ("weights, gradients, AdamW", "engine's copy", "reference", "KV cache", "activations", "logits"):
@@ -309,17 +306,15 @@ BAD: dict[str, tuple[Words, str]] = {
 
 
 def test_a_tokenizer_of_presets_has_no_effect_on_other_models(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     folder = gpt2_folder(small.folder / "g")
-    assert small.train("--model", folder, "--model.tokenizer", "words", "--dry-run") == 0
-    output = capsys.readouterr().out
+    output = stdout_of(small.train("--model", folder, "--model.tokenizer", "words", "--dry-run"))
     assert "model.tokenizer has no effect" in output and "estimated total" in output
     evaluated = ("--task", "abacus", "--eval.final_examples", 1, "--eval.max_new_tokens", 2)
     assert small("eval", folder, "--model.tokenizer", "characters", *evaluated) == 0
     assert "model.tokenizer has no effect" in capsys.readouterr().out
-    assert small.train("--model.tokenizer", "words", "--dry-run") == 0  # a preset
-    assert "has no effect" not in capsys.readouterr().out
+    assert "has no effect" not in stdout_of(small.train("--model.tokenizer", "words", "--dry-run"))  # a preset
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -358,9 +353,8 @@ def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
     assert not small.runs.exists()
 
 
-def test_truncated_sampling_is_warned_about(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    assert small.train("--sampling.top_k", 3, "--train.steps", 1) == 0
-    assert "warning: sampling is truncated" in capsys.readouterr().out
+def test_truncated_sampling_is_warned_about(small: SmallRuns, stdout_of: Callable[..., str]) -> None:
+    assert "warning: sampling is truncated" in stdout_of(small.train("--sampling.top_k", 3, "--train.steps", 1))
     (row,) = [row for row in small.metrics() if "sampling/kept_mass" in row]
     assert 0 < row["sampling/kept_mass"] < 1
 
@@ -397,10 +391,9 @@ def test_a_greedy_evaluation_that_differs_from_sampled_answers_is_explained(
 
 
 def test_the_first_evaluation_warns_if_all_answers_are_cut_off(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
-    assert small.train("--train.steps", 1, "--sampling.max_new_tokens", 1) == 0
-    output = capsys.readouterr().out
+    output = stdout_of(small.train("--train.steps", 1, "--sampling.max_new_tokens", 1))
     assert "warning: evaluation before training: 100 % of the answers were cut off (at up to 1 tokens): raise" in output
     assert output.index("were cut off") < output.index("step 1/1")
     assert small("eval", "run:small@last", "--device", "cpu", "--eval.final_examples", 2) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import random
 import threading
@@ -14,21 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_parts import small_decoder
-from native_parts import MODES, SPECS, Mode, assert_same_groups, engine_for, mixed_prompts
+from native_parts import MODES, Mode, assert_same_groups, engine_for, mixed_prompts, model_of
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, run_sync
 from assay.engine.base import Failed, Finished, RequestError, TokenChunk
 from assay.engine.client import ClientThread, EngineClient, LocalClient
-from assay.models.decoder import Decoder
 from assay.types import Completion
 
 LONG = SamplingParams(max_new_tokens=60)
-
-
-@functools.cache
-def model() -> Decoder:
-    return small_decoder(SPECS["qwen3"], seed=21)
 
 
 def requests_of(consumer: int, count: int = 6) -> list[Request]:
@@ -54,21 +46,21 @@ def nothing_left(engine: Any) -> bool:
 
 @pytest.fixture
 def engine() -> NativeEngine:
-    return engine_for(model())
+    return engine_for(model_of("qwen3"))
 
 
 def test_concurrent_consumers_get_the_same_results_as_alone() -> None:
-    engine = engine_for(model(), MODES["all at once"])
+    engine = engine_for(model_of("qwen3"), MODES["all at once"])
     thread = ClientThread(engine)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda one: thread.run(sampled(thread.client, requests_of(one))), range(8)))
     thread.close()
     assert nothing_left(engine)
-    alone = engine_for(model())
+    alone = engine_for(model_of("qwen3"))
     for consumer, groups in enumerate(found):
         requests = requests_of(consumer)
         assert [len(group) for group in groups] == [2] * len(requests)
-        assert_same_groups(model(), requests, groups, generate(alone, requests))
+        assert_same_groups(model_of("qwen3"), requests, groups, generate(alone, requests))
 
 
 def test_cancelling_futures_aborts_samples_and_requests(engine: NativeEngine) -> None:
@@ -115,7 +107,7 @@ def test_an_exception_of_the_engine_reaches_all_requests_and_later_ones_are_serv
 
     errors, served = run_sync(fail_once(), client)
     assert {type(error) for error in errors} == {MemoryError}
-    assert_same_groups(model(), requests_of(1), served, expected)
+    assert_same_groups(model_of("qwen3"), requests_of(1), served, expected)
     assert nothing_left(engine)
 
 
@@ -172,7 +164,7 @@ def test_run_sync_works_inside_a_running_event_loop(engine: NativeEngine) -> Non
 
 
 def test_weights_are_updated_from_another_thread_while_requests_run() -> None:
-    engine = engine_for(model(), Mode(max_batch=4))
+    engine = engine_for(model_of("qwen3"), Mode(max_batch=4))
     request = Request([1, 2, 3], LONG, seed=7, stream=True)
     ((alone,),) = generate(engine, [request])
     thread, enough, received = ClientThread(engine), threading.Event(), list[int]()
@@ -189,7 +181,7 @@ def test_weights_are_updated_from_another_thread_while_requests_run() -> None:
     with ThreadPoolExecutor(1) as pool:
         streaming = pool.submit(thread.run, stream())
         assert enough.wait(60)
-        engine.update_weights(model(), 1)
+        engine.update_weights(model_of("qwen3"), 1)
         completion = streaming.result(60)
     thread.close()
     assert completion.token_ids == alone.token_ids
@@ -285,7 +277,7 @@ def test_an_exception_in_the_thread_reaches_all_requests_and_later_ones_are_serv
 
     errors, served = run_with_thread(engine, fail_once)
     assert {str(error) for error in errors} == {"SystemExit: no GPU"}
-    assert_same_groups(model(), requests_of(1), served, expected)
+    assert_same_groups(model_of("qwen3"), requests_of(1), served, expected)
 
 
 def test_a_thread_that_waits_keeps_no_completions_and_ends_with_the_driver(engine: NativeEngine) -> None:
@@ -304,7 +296,7 @@ def test_a_thread_that_waits_keeps_no_completions_and_ends_with_the_driver(engin
 
 def test_nothing_accumulates_over_many_requests() -> None:
     """Requests with streaming, handles, errors, cancellations and weight updates, of several consumers."""
-    engine = engine_for(model(), Mode(max_batch=64))
+    engine = engine_for(model_of("qwen3"), Mode(max_batch=64))
     thread, counts, sizes = ClientThread(engine), list[int](), list[list[int]]()
     client = thread.client
 
@@ -328,7 +320,7 @@ def test_nothing_accumulates_over_many_requests() -> None:
     for number in range(5):
         with ThreadPoolExecutor(3) as pool:
             assert sum(pool.map(lambda one: thread.run(consume(one)), range(3))) == 3 * 7  # 2 of 9 were cancelled
-        engine.update_weights(model(), engine.info.version + 1)
+        engine.update_weights(model_of("qwen3"), engine.info.version + 1)
         until(lambda: nothing_left(engine))
         sizes.append([len(engine.outputs.versions.starts), engine.outputs.history.tokens.nbytes])
         if number in (0, 4):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +10,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from engine_parts import small_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_parts import (
     MODES,
-    SPECS,
     Consumer,
     Mode,
     assert_same_groups,
@@ -24,6 +21,7 @@ from native_parts import (
     engine_for,
     mixed_prompts,
     mixed_requests,
+    model_of,
     requests_for,
     words,
 )
@@ -45,16 +43,10 @@ from assay.engine.completions import (
 )
 from assay.engine.sampler import StepOutput
 from assay.engine.sequence import Job, Sample, assign_slot, close_gaps
-from assay.models.decoder import Decoder
 from assay.types import Finish
 
 WIDE = Mode(max_batch=7, window=8, ahead=1)
 WAYS = {"plain": MODES["plain"], "wide windows": WIDE, "all at once": MODES["all at once"]}
-
-
-@functools.cache
-def model() -> Decoder:
-    return small_decoder(SPECS["qwen3"], seed=21)
 
 
 @pytest.mark.parametrize("mode", WAYS)
@@ -62,12 +54,12 @@ def test_streamed_tokens_are_complete_and_in_order(mode: str) -> None:
     params = SamplingParams(n=2, max_new_tokens=40, stop_token_ids=(1, 2, 3))
     requests = mixed_requests(params, seed=3)[:6]
     requests[0] = replace(requests[0], params=replace(requests[0].params, stop=("x", "yz")))
-    engine = engine_for(model(), WAYS[mode], decode=words)
+    engine = engine_for(model_of("qwen3"), WAYS[mode], decode=words)
     quiet = generate(engine, requests)
     consumer = Consumer(engine, on_token=lambda request, sample, token: None)
     consumer.run(requests)
     groups = consumer.groups()
-    assert_same_groups(model(), requests, groups, quiet)
+    assert_same_groups(model_of("qwen3"), requests, groups, quiet)
     every = {(r, s): completion for r, group in enumerate(groups) for s, completion in enumerate(group)}
     assert consumer.tokens == {key: completion.token_ids for key, completion in every.items()}
     assert consumer.logprobs == {key: completion.engine_logprobs for key, completion in every.items()}
@@ -77,7 +69,7 @@ def test_streamed_tokens_are_complete_and_in_order(mode: str) -> None:
 
 def test_chunks_arrive_while_other_samples_are_running() -> None:
     order: list[str] = []
-    engine = engine_for(model(), Mode(max_batch=2))
+    engine = engine_for(model_of("qwen3"), Mode(max_batch=2))
     limits = [Request([i], SamplingParams(max_new_tokens=5), seed=i) for i in range(4)]
     Consumer(
         engine,
@@ -93,7 +85,7 @@ def test_chunks_arrive_while_other_samples_are_running() -> None:
 def test_completion_ends_with_the_token_that_completes_a_stop_string(mode: str) -> None:
     """Also inside a window, when the device has already continued."""
     plain = SamplingParams(n=2, max_new_tokens=30)
-    engine = engine_for(model(), WAYS[mode], decode=words)
+    engine = engine_for(model_of("qwen3"), WAYS[mode], decode=words)
     requests = requests_for(mixed_prompts(seed=2)[2:10], plain)
     free = generate(engine, requests)
     ends = [5 + 2 * i for i in range(len(requests))]  # where the first sample should stop
@@ -111,16 +103,16 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(mode: str) 
             end = text.index(stops[1]) + 3 if stops and stops[1] in text else 30
             assert completion.token_ids == whole.token_ids[:end]
             assert completion.finish is (Finish.STOP if end < 30 or text.endswith(stops or ("?",)) else Finish.LENGTH)
-            assert_scores(model(), request.prompt_ids, completion, request.params)
+            assert_scores(model_of("qwen3"), request.prompt_ids, completion, request.params)
     assert sum(completion.finish is Finish.STOP for group in groups for completion in group) >= 6
     if mode == "wide windows":
         assert engine.stats.windows < engine.stats.decode_steps
     # Tokens that the device sampled after the end are not part of the sequence.
     more = [Request([9, 9, 9], plain, seed=5, continues=group[0].handle) for group in groups]
-    fresh = engine_for(model(), decode=words)
+    fresh = engine_for(model_of("qwen3"), decode=words)
     whole_lists = [[*r.prompt_ids, *g[0].token_ids, 9, 9, 9] for r, g in zip(stopping, groups, strict=True)]
     lists = [Request(ids, plain, seed=5) for ids in whole_lists]
-    assert_same_groups(model(), lists, generate(engine, more), generate(fresh, lists))
+    assert_same_groups(model_of("qwen3"), lists, generate(engine, more), generate(fresh, lists))
 
 
 # -- the parts, without an engine

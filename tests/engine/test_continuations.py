@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_parts import small_decoder
 from native_parts import (
     MODES,
     SPECS,
@@ -22,6 +21,7 @@ from native_parts import (
     engine_for,
     idle,
     mixed_prompts,
+    model_of,
     requests_for,
     served,
     transformers_model,
@@ -31,7 +31,6 @@ from native_parts import (
 from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.native.scheduler import MAX_WAIT
 from assay.models.base import HFModel
-from assay.models.decoder import Decoder
 from assay.types import Completion, Finish
 
 WAYS = {
@@ -42,29 +41,24 @@ WAYS = {
 
 
 @functools.cache
-def model() -> Decoder:
-    return small_decoder(SPECS["qwen3"], seed=21)
-
-
-@functools.cache
 def fresh() -> NativeEngine:
-    return engine_for(model(), decode=words)
+    return engine_for(model_of("qwen3"), decode=words)
 
 
 def assert_as_fresh(before: list[int], request: Request, group: list[Completion]) -> None:
     """`before`: all tokens before the completions."""
     fresh().reset_prefix_cache()
     whole = Request(before, request.params, request.seed)
-    assert_same_draws(model(), whole, group, generate(fresh(), [whole])[0])
+    assert_same_draws(model_of("qwen3"), whole, group, generate(fresh(), [whole])[0])
     for completion in group:
-        assert_scores(model(), before, completion, request.params)
+        assert_scores(model_of("qwen3"), before, completion, request.params)
 
 
 @pytest.mark.parametrize("mode", ["windows", "all at once"])
 def test_continuations_equal_whole_prompts(mode: str) -> None:
     """Ended by their limit, by a stop token or by a stop string; greedy or not."""
     draw = random.Random(1)
-    engine = engine_for(model(), WAYS[mode], decode=words)
+    engine = engine_for(model_of("qwen3"), WAYS[mode], decode=words)
     kinds = [
         SamplingParams(temperature=0.0, max_new_tokens=7),
         SamplingParams(max_new_tokens=16),
@@ -99,12 +93,12 @@ def kept_with_blocks(engine: NativeEngine) -> tuple[list[int], Completion]:
 
 
 def test_evicted_kept_blocks_are_recomputed() -> None:
-    engine = engine_for(model(), Mode(max_batch=4, cache=128))
+    engine = engine_for(model_of("qwen3"), Mode(max_batch=4, cache=128))
     before, completion = kept_with_blocks(engine)
     params = SamplingParams(max_new_tokens=60)
     others = requests_for(mixed_prompts(seed=5)[:6], params)
     for request, group in zip(others, generate(engine, others), strict=True):
-        assert_scores(model(), request.prompt_ids, group[0], params)
+        assert_scores(model_of("qwen3"), request.prompt_ids, group[0], params)
     assert completion.handle is not None and not engine.scheduler.kept[completion.handle].blocks
     engine.reset_stats()
     request = Request([1, 2], SamplingParams(n=2, max_new_tokens=9), seed=3, continues=completion.handle)
@@ -113,7 +107,7 @@ def test_evicted_kept_blocks_are_recomputed() -> None:
 
 
 def test_reset_prefix_cache_recomputes_kept_sequences() -> None:
-    engine = engine_for(model())
+    engine = engine_for(model_of("qwen3"))
     before, completion = kept_with_blocks(engine)
     engine.reset_prefix_cache()
     assert idle(engine)
@@ -124,7 +118,7 @@ def test_reset_prefix_cache_recomputes_kept_sequences() -> None:
 
 
 def test_invalid_continuation_leaves_its_handle_usable() -> None:
-    engine = engine_for(model())
+    engine = engine_for(model_of("qwen3"))
     before, completion = kept_with_blocks(engine)
     for ids in ([1] * 96, [61]):
         assert served(engine, [Request(ids, SamplingParams(), seed=0, continues=completion.handle)])[1]
@@ -186,12 +180,12 @@ def talks(count: int = 9, turns: int = TURNS, long: int = 0) -> Talks:
 
 
 def hf_engine() -> Engine:
-    hf: Any = transformers_model(SPECS["qwen3"], model())
+    hf: Any = transformers_model(SPECS["qwen3"], model_of("qwen3"))
     return make_engine("hf", HFModel(hf), device="cpu", dtype=torch.float32, max_batch=4, decode=words)
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {
-    **{name: functools.partial(engine_for, model(), mode, decode=words) for name, mode in WAYS.items()},
+    **{name: functools.partial(engine_for, model_of("qwen3"), mode, decode=words) for name, mode in WAYS.items()},
     "hf": hf_engine,
 }
 
@@ -204,11 +198,11 @@ def test_continuations_added_while_others_run_equal_whole_prompts(kind: str) -> 
     groups = consumer.groups()
     assert [group[0] for group in groups] == [talk.done[t, turn] for t, turn, _, _ in talk.asked]
     assert len(groups) == 9 * TURNS and len(talk.done) == 9 * TURNS
-    fresh = engine_for(model(), decode=words)
+    fresh = engine_for(model_of("qwen3"), decode=words)
     for number, turn, before, request in talk.asked:
         whole = Request([*before, *request.prompt_ids], request.params, request.seed)
         fresh.reset_prefix_cache()
-        assert_same_draws(model(), whole, [talk.done[number, turn]], generate(fresh, [whole])[0])
+        assert_same_draws(model_of("qwen3"), whole, [talk.done[number, turn]], generate(fresh, [whole])[0])
     assert talk.calls[0] and talk.calls[-1]  # the last call adds nothing
     if isinstance(engine, NativeEngine):
         assert idle(engine) and not engine.scheduler.kept
@@ -221,7 +215,7 @@ def test_continuations_added_while_others_run_equal_whole_prompts(kind: str) -> 
 @pytest.mark.parametrize(("running", "first"), [(40, MAX_WAIT), (4, 8)])  # 1 + ... + 8 > 4 x ADMISSION_COST
 def test_requests_that_arrive_one_by_one_are_admitted_together(running: int, first: int) -> None:
     """One request arrives after each step; they are admitted together, since each admission costs a prefill."""
-    engine = engine_for(model(), Mode(max_batch=64))
+    engine = engine_for(model_of("qwen3"), Mode(max_batch=64))
     seen: list[int] = []
     enter = engine.rows.enter
 

@@ -12,7 +12,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check
 from sample_env import ValidEnv, build
 
 from assay.envs import make_env
-from assay.envs.registry import to_gymnasium
+from assay.envs.builtin import to_gymnasium
 from assay.system.awaiting import resolve
 from assay.tasks import make_task
 from assay.testing.env import check_env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from engine_parts import UNUSUAL_SPECS, assert_same_tokens, logits_after, small_spec
+from engine_parts import UNUSUAL_SPECS, assert_same_tokens, logits_after, small_decoder, small_spec
 from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, TokenChunk, make_engine
@@ -39,6 +40,11 @@ SPECS = {
     "qwen3": small_spec("qwen3", layers=2, head_dim=12),
     **UNUSUAL_SPECS,
 }
+
+
+@functools.cache
+def model_of(name: str) -> Decoder:
+    return small_decoder(SPECS[name], seed=21)
 
 
 @dataclass(frozen=True)

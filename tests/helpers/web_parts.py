@@ -10,6 +10,8 @@ from assay.runs import Run, write_rollouts
 from assay.text import char_tokenizer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 from assay.web.data import RunView
+from assay.web.folder import RunFolder
+from assay.web.index import RunIndex
 from assay.web.table import RolloutsQuery
 
 CONFIG = 'seed = 3\n[task]\nname = "abacus"\n[model]\nsource = "preset:nano"\n[train]\nsteps = 9\n'
@@ -84,3 +86,11 @@ def standard_run(runs: Path) -> Path:
 def listed(view: RunView, **options: Any) -> dict[str, Any]:
     """A page of rollouts."""
     return view.rollouts(RolloutsQuery(**options))
+
+
+def updated(path: Path) -> RunIndex:
+    """The complete index of a run."""
+    index = RunIndex(RunFolder(path))
+    while index.update():
+        pass
+    return index

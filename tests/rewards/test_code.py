@@ -11,19 +11,13 @@ import pytest
 
 from assay.rewards import CodeJudge, JudgePool, RewardMix
 from assay.rewards.code import assemble, extract_program
-from assay.system.code_runner import start_runner
 from assay.types import Status, UserError, Verdict
 
 SQUARE = {"tests": ["assert f(2) == 4", {"call": "f(3)", "expected": 9}], "entry_points": ["f"]}
 RIGHT = "def f(x):\n    return x * x"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def confined() -> None:
-    try:
-        start_runner().close()
-    except UserError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("confined")
 
 
 def block(program: str) -> str:

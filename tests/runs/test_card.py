@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from assay.build.export import Contents, model_card
 from assay.runs import Run
-from assay.runs.card import Contents, model_card
 
 CONFIG = """
 runs_dir = "/home/me/runs"

@@ -21,12 +21,10 @@ from serve_parts import (
     byte_tokenizer,
     metric_of,
     renderer,
-    save_folder,
     serving,
     tiny_model,
     until,
 )
-from transformers import AutoModelForCausalLM
 
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.engine.base import TokenChunk
@@ -42,12 +40,6 @@ MESSAGES: Any = [{"role": "user", "content": "How many coins?"}]
 @pytest.fixture
 def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.api, api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_folder(tiny_model(), tmp_path_factory.mktemp("model"))
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def greedy(reference: Any, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:

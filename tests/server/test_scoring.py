@@ -12,25 +12,17 @@ import httpx
 import openai
 import pytest
 import torch
-from serve_parts import NAME, RunningServer, byte_tokenizer, renderer, save_folder, serving, tiny_model
-from transformers import AutoModelForCausalLM
+from serve_parts import NAME, RunningServer, byte_tokenizer, renderer, serving
 
 from assay.config import HttpConfig
 from assay.engine.base import Capabilities, EngineInfo
 from assay.server.answers import offsets_in
-from assay.server.batches import SequenceBatches
 from assay.server.protocol import MAX_SCORES, ApiError, RequestParser
-from assay.server.service import token_texts
+from assay.server.service import SequenceBatches, token_texts
 
 PROMPTS = ["Ann has 7 coins.", 'né "木"\n', "a" * 90]
 TOLERANCE = 1e-4
 INFO = EngineInfo(0, 256, 8, torch.float32, Capabilities(), vocab_size=byte_tokenizer().vocab_size)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_folder(tiny_model(), tmp_path_factory.mktemp("model"))
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def ids_of(prompt: str) -> list[int]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from assay.rewards import CodeJudge
-from assay.system.code_runner import start_runner
 from assay.tasks import SPLITS, check_gold, make_task
 from assay.tasks.code import NAME, OPERATIONS, STARTS, CodeProblem, draw_problem
 from assay.types import Status, UserError
@@ -41,12 +40,7 @@ OWN = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def confined() -> None:
-    try:
-        start_runner().close()
-    except UserError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("confined")
 
 
 def stored(folder: Path, *rows: dict[str, Any], **args: Any) -> Any:

@@ -7,8 +7,7 @@ import pytest
 
 from assay.system import memory
 from assay.tasks import make_task
-from assay.tasks.parquet import read_parquet
-from assay.tasks.sources import read_rows
+from assay.tasks.sources import read_parquet, read_rows
 from assay.types import UserError
 
 pa = pytest.importorskip("pyarrow")

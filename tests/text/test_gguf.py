@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from assay.text import Tokenizer, char_tokenizer, word_tokenizer
-from assay.text.gguf import gguf_metadata
-from assay.text.tokenizer import HF_JSON, load_tokenizer
+from assay.text.tokenizer import HF_JSON, gguf_metadata, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 TEXT = "two words, 12 + 7 = 19\n  end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,8 @@ def test_a_checkpoint_holds_the_merged_model_and_the_adapters(finished: SmallRun
     assert not (finished.runs / "small" / "reference").exists()  # the base model is the reference
 
 
-def test_other_commands_use_the_merged_model(finished: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    assert finished("eval", "run:small@0", "run:small@last", "--eval.final_examples", 3) == 0
-    assert "run:small@last" in capsys.readouterr().out
+def test_other_commands_use_the_merged_model(finished: SmallRuns, stdout_of: Callable[..., str]) -> None:
+    assert "run:small@last" in stdout_of(finished("eval", "run:small@0", "run:small@last", "--eval.final_examples", 3))
     assert finished.train("--model", "run:small@last", "--name", "next", "--train.steps", 0) == 0
     assert print_of(finished.checkpoint(0, "next") / "model") == print_of(finished.checkpoint(2) / "model")
 
@@ -85,7 +85,7 @@ def stop() -> None:
 
 @pytest.mark.slow
 def test_a_damaged_base_is_written_again_from_the_models_source(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, stdout_of: Callable[..., str]
 ) -> None:
     assert small.train(*LORA, "--save.every", 1) == 0
     shutil.copytree(small.runs / "small", small.runs / "other")
@@ -94,15 +94,14 @@ def test_a_damaged_base_is_written_again_from_the_models_source(
     content = bytearray((base / "model.safetensors").read_bytes())
     content[-2] ^= 1
     (base / "model.safetensors").write_bytes(content)
-    assert small.resume("other") == 0
-    said = capsys.readouterr().out
+    said = stdout_of(small.resume("other"))
     assert "model.safetensors is damaged" in said and "replacing it with preset:nano" in said
     assert checkpoints.problems(base) == []
     small.same_run("small", "other", 2)
 
 
 @pytest.mark.slow
-def test_another_base_model_is_refused_on_resuming(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_model_is_refused_on_resuming(small: SmallRuns, stderr_of: Callable[..., str]) -> None:
     """The source has changed since, and so cannot replace a damaged base."""
     assert small.train("--name", "source") == 0
     assert small("export", "run:source@0", small.folder / "model") == 0
@@ -110,8 +109,7 @@ def test_another_base_model_is_refused_on_resuming(small: SmallRuns, capsys: pyt
     (small.runs / "small" / "base" / "model.safetensors").write_bytes(b"damaged")
     shutil.rmtree(small.folder / "model")
     assert small("export", "run:source@2", small.folder / "model") == 0
-    assert small.resume("small", "--train.steps", 3) == 2
-    assert "other base weights" in capsys.readouterr().err
+    assert "other base weights" in stderr_of(small.resume("small", "--train.steps", 3))
 
 
 @pytest.mark.slow

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +20,6 @@ from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
 from assay.training import run as train_run
 from assay.training.run import TrainingRun
-from assay.training.sources import version_of
 
 pytestmark = pytest.mark.usefixtures("no_curves", "one_thread")
 STEPS, PROMPTS, EVALUATED = 3, 3, 5  # requests of the run: EVALUATED, STEPS times PROMPTS, EVALUATED
@@ -146,56 +142,3 @@ def test_without_time_to_recover_a_failure_ends_the_run_at_once(small: Runs, mon
         inject(monkeypatch, AssayEngine, "_sample", EVALUATED + PROMPTS + 2, lambda: fail(server))
         assert small.train_with([server], "ended", "--server.recover_s", 0) == 2
     assert checkpoints.last(small.runs / "ended") == 0
-
-
-FAULTS = ["is restarted without its weights", "refuses connections", "loses all connections", "garbage", "slow"] * 2
-
-
-def inject_fault(to: Gateway, fault: str) -> None:
-    """Let something go wrong, and mend it."""
-    if fault in ("garbage", "slow"):
-        to.fault = fault
-        to.cut()
-        time.sleep(0.5)
-        to.fault = ""
-    elif fault == "is restarted without its weights":
-        fail(to)
-        time.sleep(0.3)
-        mend(to)
-    elif fault == "refuses connections":
-        to.refuse(0.5)
-    to.cut()
-
-
-@pytest.mark.slow
-def test_a_run_with_several_servers_survives_their_faults(
-    small: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One fault after the other, each when all servers serve again, while the run goes on."""
-    draw, steps = random.Random(1), 64
-    record, plan, threads = TrainingRun.record, draw.sample(FAULTS, len(FAULTS)), list[threading.Thread]()
-
-    def record_and_inject(run: TrainingRun, *results: Any) -> None:
-        record(run, *results)
-        if plan and run.state.step % 2 == 0:
-            for thread in threads:
-                thread.join()
-            if len(run.weight_sync.engine.serving()) < len(servers):
-                return
-            threads.append(threading.Thread(target=inject_fault, args=(draw.choice(servers), plan.pop())))
-            threads[-1].start()
-
-    monkeypatch.setattr(TrainingRun, "record", record_and_inject)
-    with gateway() as first, gateway() as second:
-        servers = [first, second]
-        more = ("--source", "async", "--source.max_staleness", 2, "--server.health_timeout_s", 1)
-        assert small.train_with(servers, "faults", *more, "--train.steps", steps) == 0
-        for thread in threads:
-            thread.join()
-    groups = {step: read_rollouts(small.runs / "faults", step) for step in range(1, steps + 1)}
-    times = Counter(group.prompt.id for found in groups.values() for group in found)
-    assert len(times) == 24 and set(times.values()) == {steps * PROMPTS // 24}  # none is lost or trained twice
-    assert all(0 <= step - 1 - version_of(group) <= 2 for step, found in groups.items() for group in found)
-    said = " ".join(capsys.readouterr().out.split())
-    assert not plan and said.count("has failed and gets no more requests") >= 3
-    assert said.count("serves again, with the weights of version") >= 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,9 +89,8 @@ def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
 
 
 @pytest.mark.slow
-def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(small, "nan 4 5 6", "--train.max_skipped", 2) == 2
-    said = capsys.readouterr().err.strip()
+def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, stderr_of: Callable[..., str]) -> None:
+    said = stderr_of(train(small, "nan 4 5 6", "--train.max_skipped", 2)).strip()
     assert said.count("\n") == 0 and "the loss term 'policy' (nan) was not finite for 2 steps in a row" in said
     assert f"saved in {small.runs / 'small' / 'skipped'}" in said and "optim.lr" not in said
     assert "fix it, and resume from the checkpoint of step 4, whose weights are finite, with assay train" in said
@@ -102,7 +102,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run(small: SmallRuns, capsys
 
 @pytest.mark.slow
 def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_named(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    small: SmallRuns, stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update with a finite gradient overflows: nothing fails until the next step, by when it would be saved."""
     record = TrainingRun.record
@@ -114,8 +114,7 @@ def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_nam
         record(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TrainingRun, "record", overflow)
-    assert train(small, "nan 0", "--save.every", 1, "--optim.lr", 0.02, "--algo.critic", "true") == 2
-    said = capsys.readouterr().err
+    said = stderr_of(train(small, "nan 0", "--save.every", 1, "--optim.lr", 0.02, "--algo.critic", "true"))
     run = small.runs / "small"
     assert "is not finite after step 3, which is not saved" in said and said.count("\n") == 1
     assert "checkpoint of step 2" in said and f"assay train --resume {run} --optim.lr 0.002" in said
@@ -125,7 +124,7 @@ def test_nonfinite_weights_are_never_saved_and_the_last_finite_checkpoint_is_nam
 
 
 def test_weights_that_become_nan_between_saves_end_the_run_with_a_command_that_continues_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine notices them first: it cannot sample with them."""
     (tmp_path / "with space").mkdir()
@@ -140,8 +139,7 @@ def test_weights_that_become_nan_between_saves_end_the_run_with_a_command_that_c
         return metrics
 
     monkeypatch.setattr(Learner, "update", overflow)
-    assert small.train("--train.steps", 4, "--save.every", 2, "--optim.lr", 0.02) == 2
-    said = capsys.readouterr().err
+    said = stderr_of(small.train("--train.steps", 4, "--save.every", 2, "--optim.lr", 0.02))
     assert "is not finite after step 3" in said and "checkpoint of step 2" in said and said.count("\n") == 1
     command = shlex.split(said[said.index("assay train") : said.index(", or")])
     monkeypatch.undo()
@@ -151,14 +149,13 @@ def test_weights_that_become_nan_between_saves_end_the_run_with_a_command_that_c
 
 
 def test_too_many_consecutive_skipped_steps_end_a_warm_start(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    small: SmallRuns, stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from assay.training.learner import learner
 
     rows = learner.solution_rows
     monkeypatch.setattr(learner, "solution_rows", lambda *a: [learner.replace(r, advantage=math.nan) for r in rows(*a)])
-    assert small.train("--sft.steps", 9, "--sft.batch", 2, "--train.max_skipped", 4) == 2
-    said = capsys.readouterr().err
+    said = stderr_of(small.train("--sft.steps", 9, "--sft.batch", 2, "--train.max_skipped", 4))
     assert "the loss term 'policy' (nan) was not finite for 4 steps in a row" in said
     assert [row["sft/skipped"] for row in small.metrics() if "sft/step" in row] == [1.0] * 4
     command = shlex.split(said[said.index("assay train") : said.index(", or")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -202,26 +203,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_are_fixed_cannot_be_changed_on_resume(
-    finished: SmallRuns, capsys: pytest.CaptureFixture[str], name: str
+    finished: SmallRuns, refused: Callable[..., str], name: str
 ) -> None:
     before = finished.files()
     words, message = REFUSED[name]
-    assert finished.resume("small", *words) == 2
-    shown = capsys.readouterr().err
-    assert message in shown and shown.count("\n") == 1
+    assert message in refused(finished.resume("small", *words))
     unchanged = [file for file in before if not file.endswith(("environment.json", ".lock"))]
     now = finished.files()
     assert {file: now.get(file) for file in unchanged} == {file: before[file] for file in unchanged}
 
 
 def test_resuming_with_a_config_of_another_model_or_other_settings_is_refused(
-    finished: SmallRuns, capsys: pytest.CaptureFixture[str]
+    finished: SmallRuns, stderr_of: Callable[..., str]
 ) -> None:
     other = finished.folder / "other.toml"
     for old, new, named in (("preset:nano", "preset:tiny", "preset:tiny"), ("lr = 1e-3", "lr = 1e-4", "optim.lr")):
         other.write_text(finished.config.read_text().replace(old, new))
-        assert finished.train("--resume", "small", config=other) == 2
-        assert named in capsys.readouterr().err
+        assert named in stderr_of(finished.train("--resume", "small", config=other))
 
 
 def edit(file: Path, old: str, new: str) -> None:
@@ -231,13 +229,12 @@ def edit(file: Path, old: str, new: str) -> None:
 
 
 def test_changed_settings_are_reported_with_old_and_new_value(
-    finished: SmallRuns, capsys: pytest.CaptureFixture[str]
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     """Whether they were given as options or edited in config.toml, which may also be damage."""
     run = shutil.copytree(finished.runs / "small", finished.runs / "changed")
     edit(run / "config.toml", "lr = 0.001", "lr = 0.003")
-    assert finished.resume("changed", "--train.steps", 3) == 0
-    shown = capsys.readouterr().out
+    shown = stdout_of(finished.resume("changed", "--train.steps", 3))
     assert "warning: optim.lr changed since step 2: 0.001 -> 0.003" in shown
     assert "warning: train.steps changed since step 2: 2 -> 3" in shown
     assert shown.count("changed since") == 2
@@ -248,12 +245,11 @@ def test_changed_settings_are_reported_with_old_and_new_value(
 
 
 def test_an_edited_fixed_setting_is_refused_and_the_error_names_the_intact_copy(
-    finished: SmallRuns, capsys: pytest.CaptureFixture[str]
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str], stderr_of: Callable[..., str]
 ) -> None:
     config = shutil.copytree(finished.runs / "small", finished.runs / "edited") / "config.toml"
     edit(config, "final_examples = 5", "final_examples = 4")
-    assert finished.resume("edited") == 2
-    shown = capsys.readouterr().err
+    shown = stderr_of(finished.resume("edited"))
     copy = finished.checkpoint(2, "edited") / "config.toml"
     assert "eval.final_examples (5 -> 4)" in shown and f"restore it from {copy}" in shown and shown.count("\n") == 1
     config.write_bytes(b"\xff")
@@ -278,7 +274,7 @@ def test_resume_warns_of_truncated_or_changed_metrics(finished: SmallRuns, capsy
 
 @pytest.mark.slow
 def test_a_damaged_first_evaluation_is_repeated(
-    small: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     words = (*SETTINGS, "--sft.steps", 2, "--sft.batch", 4, "--lora.rank", 2)
     assert small.train(*words) == 0
@@ -290,8 +286,7 @@ def test_a_damaged_first_evaluation_is_repeated(
     content = file.read_bytes()
     file.write_bytes(content.replace(b'"status": "wrong"', b'"status": "ok"   ', 1))
     capsys.readouterr()
-    assert small.resume("stopped") == 0
-    assert "repeating the evaluation with the weights of step 0" in capsys.readouterr().out
+    assert "repeating the evaluation with the weights of step 0" in stdout_of(small.resume("stopped"))
     assert file.read_bytes() == content
     small.same_run("small", "stopped", STEPS)
 
@@ -313,7 +308,7 @@ def test_a_run_finishes_without_its_first_evaluation_and_checkpoint(
 
 @pytest.mark.slow
 def test_a_run_finishes_without_its_evaluation_before_the_warm_start(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str]
 ) -> None:
     assert small.train("--name", "source") == 0
     words = ("--model", "run:source@last", "--sft.steps", 1, "--sft.batch", 4)
@@ -321,44 +316,36 @@ def test_a_run_finishes_without_its_evaluation_before_the_warm_start(
     (small.runs / "small" / "evals" / "step-000000-start-test.jsonl").unlink()
     small.lose_summary()
     capsys.readouterr()
-    assert small.resume("small") == 0
-    assert "finishing without the comparison with the model before its warm start" in capsys.readouterr().out
+    assert "finishing without the comparison with the model before its warm start" in stdout_of(small.resume("small"))
     assert small.summary()["paired"] is not None and "paired" not in small.summary()["sft"]
 
 
 def test_a_name_given_on_resume_is_refused_unless_it_is_the_runs(
-    finished: SmallRuns, capsys: pytest.CaptureFixture[str]
+    finished: SmallRuns, capsys: pytest.CaptureFixture[str], stdout_of: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     shutil.copytree(finished.runs / "small", finished.runs / "named")
     before = finished.files()
-    assert finished.resume("named", "--name", "other") == 2
-    shown = capsys.readouterr().err
-    assert "--name" in shown and shown.count("\n") == 1 and finished.files() == before
+    assert "--name" in refused(finished.resume("named", "--name", "other")) and finished.files() == before
     assert finished.resume("named", "--name", "named") == 0
     before = finished.files()
     capsys.readouterr()
-    assert finished.resume("named", "--optim.lr", 1e-4) == 0  # a finished run stays as it is
-    shown = capsys.readouterr().out
+    shown = stdout_of(finished.resume("named", "--optim.lr", 1e-4))  # a finished run stays as it is
     assert "finished (2 steps)" in shown and f"--resume {finished.runs / 'named'} --train.steps 4" in shown
     assert shown.count("\n") == 1 and finished.files() == before
 
 
-def test_a_run_without_checkpoints_says_that_it_starts_anew(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_checkpoints_says_that_it_starts_anew(small: SmallRuns, stdout_of: Callable[..., str]) -> None:
     assert small.train("--train.steps", 1) == 0
     shutil.rmtree(small.runs / "small" / "checkpoints")
     small.lose_summary()
-    assert small.resume("small") == 0
-    assert "run small has no checkpoint yet: it starts anew, from step 0" in capsys.readouterr().out
+    assert "run small has no checkpoint yet: it starts anew, from step 0" in stdout_of(small.resume("small"))
 
 
 def test_a_run_without_its_settings_names_the_copy_in_the_checkpoint(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, stderr_of: Callable[..., str]
 ) -> None:
     assert small.train("--train.steps", 1) == 0
     config = small.runs / "small" / "config.toml"
     config.unlink()
-    assert small.resume("small") == 2
-    error = capsys.readouterr().err
+    error = stderr_of(small.resume("small"))
     assert f"has no config.toml: copy {small.checkpoint(1)}/config.toml to {config}" in error

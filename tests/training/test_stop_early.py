@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from small_run import SmallRuns, inject
@@ -56,10 +56,9 @@ def test_patience_is_counted_from_the_last_evaluation_above_the_interval(
 
 @pytest.mark.usefixtures("no_curves", "one_thread")
 def test_a_killed_run_that_is_resumed_stops_early_at_the_same_step(
-    small: SmallRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, monkeypatch: pytest.MonkeyPatch, stdout_of: Callable[..., str]
 ) -> None:
-    assert small.train(*WORDS) == 0
-    printed = capsys.readouterr().out
+    printed = stdout_of(small.train(*WORDS))
     summary = small.summary()
     assert summary["steps"] == 6 and summary["stop_early"]["evaluations"] == 2
     reason = "stopped early (train.stop_early = 2): 2 evaluations in a row did not exceed"
@@ -76,11 +75,10 @@ def test_a_killed_run_that_is_resumed_stops_early_at_the_same_step(
 
 @pytest.mark.usefixtures("no_curves", "one_thread")
 def test_a_run_that_stopped_early_is_complete_and_can_be_continued(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, stdout_of: Callable[..., str]
 ) -> None:
     assert small.train(*WORDS) == 0
-    assert small.resume("small") == 0
-    note = capsys.readouterr().out.splitlines()[-1]
+    note = stdout_of(small.resume("small")).splitlines()[-1]
     assert "run small is finished (6 steps; stopped early" in note and "--train.stop_early 0" in note
     assert small.resume("small", "--train.stop_early", 0, "--train.steps", 7) == 0
     assert small.summary()["steps"] == 7 and "stopped_early" not in small.summary()

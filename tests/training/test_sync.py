@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -329,7 +329,7 @@ def test_a_run_is_verified_by_the_probe_and_resumes_exactly(small: SmallRuns) ->
 
 @pytest.mark.parametrize("method", ["fingerprint", pytest.param("probe", marks=pytest.mark.slow)])
 def test_a_broken_sync_ends_the_run_with_one_line_and_the_checkpoint_before_is_kept(
-    small: SmallRuns, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: SmallRuns, method: str, monkeypatch: pytest.MonkeyPatch, stderr_of: Callable[..., str]
 ) -> None:
     built = TrainingRun.begin
 
@@ -338,8 +338,7 @@ def test_a_broken_sync_ends_the_run_with_one_line_and_the_checkpoint_before_is_k
         break_sync(run.collector.engine, run.learner.policy, "skipped")
 
     monkeypatch.setattr(TrainingRun, "begin", begin)
-    assert small.train("--engine.verify", method) == 2
-    error = capsys.readouterr().err
+    error = stderr_of(small.train("--engine.verify", method))
     assert "after the weight sync of version 1, the weights of the engine differ" in error and error.count("\n") == 1
     status = json.loads((small.runs / "small" / "status.json").read_text())
     assert status["state"] == "failed" and "resume from the last checkpoint" in status["error"]

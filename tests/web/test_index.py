@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from web_parts import HOSTILE, answer, group_of, make_run, prompt_of, standard_run
+from web_parts import HOSTILE, answer, group_of, make_run, prompt_of, standard_run, updated
 
 from assay.runs import rollouts, write_rollouts
 from assay.types import Group
@@ -30,13 +30,6 @@ from assay.web.index import (
     read_arrays,
     read_file,
 )
-
-
-def updated(path: Path) -> RunIndex:
-    index = RunIndex(RunFolder(path))
-    while index.update():
-        pass
-    return index
 
 
 def indexed(index: RunIndex) -> dict[str, list[str]]:

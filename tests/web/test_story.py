@@ -9,8 +9,8 @@ from web_parts import answer, make_run, prompt_of, standard_run
 
 from assay.runs import write_rollouts
 from assay.types import Group, Status
+from assay.web.app import StoryQuery, default_times, story
 from assay.web.data import RunView
-from assay.web.story import StoryQuery, default_times, story
 
 OK, WRONG = Status.OK, Status.WRONG
 

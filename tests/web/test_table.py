@@ -10,25 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from web_parts import HOSTILE, answer, group_of, make_run, prompt_of, standard_run
+from web_parts import HOSTILE, answer, group_of, make_run, prompt_of, standard_run, updated
 
 from assay.runs import write_rollouts
 from assay.types import Finish, Group, Status
 from assay.web import table as table_module
-from assay.web.folder import RunFolder
-from assay.web.index import ROW, STATUSES, IndexedFile, RunIndex
+from assay.web.index import ROW, STATUSES, IndexedFile
 from assay.web.table import CHANGES, PromptsQuery, RolloutsQuery, RolloutTable, TextSearch
 
 
-def index_of(path: Path) -> RunIndex:
-    index = RunIndex(RunFolder(path))
-    while index.update():
-        pass
-    return index
-
-
 def table_of(path: Path) -> RolloutTable:
-    return RolloutTable(list(index_of(path).files.values()))
+    return RolloutTable(list(updated(path).files.values()))
 
 
 def listed(table: RolloutTable, **options: Any) -> list[str]:
@@ -186,7 +178,7 @@ def test_ids_with_numbers_are_in_the_order_of_the_numbers(tmp_path: Path) -> Non
 
 
 def found(path: Path, text: str) -> list[int]:
-    index = index_of(path)
+    index = updated(path)
     table = RolloutTable(list(index.files.values()))
     rows, searched = TextSearch(index.store.texts).find(table, text, seconds=60)
     assert searched == {"done": len(table.files), "total": len(table.files)}
@@ -228,7 +220,7 @@ def test_a_long_search_continues_with_the_next_request(tmp_path: Path) -> None:
     path = make_run(tmp_path)
     for step in range(1, 6):
         write_rollouts(path, step, [group_of("p", ["ok"], f"step {step}")])
-    index = index_of(path)
+    index = updated(path)
     table, read = RolloutTable(list(index.files.values())), []
     search = TextSearch(lambda file: read.append(file) or index.store.texts(file))
     counts = []
@@ -244,7 +236,7 @@ def test_texts_in_memory_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for step in range(1, 6):
         write_rollouts(path, step, [group_of("p", ["ok"], "x" * 100)])
     monkeypatch.setattr(table_module, "CACHED_TEXT", 250)
-    index = index_of(path)
+    index = updated(path)
     table, search = RolloutTable(list(index.files.values())), TextSearch(index.store.texts)
     for needle in ("xxx", "x 0"):
         assert search.find(table, needle, seconds=60)[0].sum() == 5

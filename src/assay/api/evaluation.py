@@ -7,21 +7,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from assay.api import html
-from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, settings_of
-from assay.api.data import reward_settings, task_settings
-from assay.api.errors import python_errors
+from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, python_errors, reward_settings, settings_of, task_settings
 from assay.api.models import Generation, LoadedModel, source_of
-from assay.api.notebook import Entries, new_console
+from assay.api.notebook import Entries, html_table, new_console
 from assay.build.measure import (
     Measured,
+    ScoreConfig,
     answer_rows,
+    as_item,
+    from_rollout,
     inherited_settings,
     measure_models,
     measure_settings,
     result_table,
 )
-from assay.build.scoring import ScoreConfig, as_item, from_rollout
 from assay.config import MeasureConfig, TrainConfig
 from assay.config.settings import PYTHON
 from assay.rewards import check_verdicts
@@ -102,7 +101,7 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         title, columns, rows = result_table([self._entry])
-        return html.table(columns, rows, title)
+        return html_table(columns, rows, title)
 
 
 class Evaluations(Entries[Evaluation]):
@@ -120,7 +119,7 @@ class Evaluations(Entries[Evaluation]):
 
     def _repr_html_(self) -> str:
         title, columns, rows = self._table()
-        return html.table(columns, rows, title)
+        return html_table(columns, rows, title)
 
 
 @overload

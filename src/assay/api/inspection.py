@@ -9,9 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from assay.api import html
 from assay.api.arguments import overrides_of, settings_of
-from assay.api.notebook import Entries
+from assay.api.notebook import Entries, html_paragraph, html_table
 from assay.checks import Diagnosis
 from assay.checks.diagnosis import diagnose_files
 from assay.config import TrainConfig
@@ -79,8 +78,8 @@ class Findings(Entries[Diagnosis]):
             (LABELS[cause.severity], cause.name, "\n".join([cause.evidence, *cause.examples]), cause.remedy)
             for cause in self
         ]
-        shown = html.table(("", "finding", "found", "to do"), rows) if rows else ""
-        return "".join([html.paragraph(self.title, bold=True), *map(html.paragraph, notes), shown])
+        shown = html_table(("", "finding", "found", "to do"), rows) if rows else ""
+        return "".join([html_paragraph(self.title, bold=True), *map(html_paragraph, notes), shown])
 
 
 def _paragraph(label: str, text: str, width: int) -> list[str]:
@@ -146,8 +145,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         parts = []
         for (title, headings, rows), notes in self._sections():
-            parts += [html.table(headings, rows, title)] if rows else []
-            parts += map(html.paragraph, notes)
+            parts += [html_table(headings, rows, title)] if rows else []
+            parts += map(html_paragraph, notes)
         return "".join(parts)
 
     def _sections(self) -> Iterator[Any]:

@@ -6,10 +6,10 @@ import base64
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from assay.api import html
 from assay.runs.console import Console, Operation, make_console
 
 T = TypeVar("T")
@@ -71,14 +71,14 @@ class NotebookConsole(Console):
     def _show_step(self, step: int, facts: str, evaluated: bool) -> None:
         if evaluated:
             self._print(facts)
-        self._show(0, html.progress(step, self._total, facts), step == self._total)
+        self._show(0, html_progress(step, self._total, facts), step == self._total)
 
     def _show_operation(
         self, operation: Operation, done: int, total: int, unit: str, tokens: int, most_tokens: int
     ) -> None:
         facts = operation.facts(done, total, unit, tokens, self._now(), most_tokens)
         value, most = (tokens, most_tokens) if most_tokens else (done, total)
-        self._show(1, html.progress(value, most, f"{operation.what}  {facts}"))
+        self._show(1, html_progress(value, most, f"{operation.what}  {facts}"))
 
     def end_operation(self) -> None:
         super().end_operation()
@@ -107,3 +107,36 @@ class NotebookConsole(Console):
 
 def new_console(quiet: bool) -> Console:
     return NotebookConsole(quiet=quiet) if in_notebook() else make_console(quiet)
+
+
+# HTML that objects show: plain elements, escaped text, no scripts and no style sheets
+
+
+def html_text(value: object) -> str:
+    return escape("" if value is None else str(value))
+
+
+def html_pre(value: object) -> str:
+    """Text whose line breaks are kept; long lines are wrapped."""
+    return f'<pre style="white-space: pre-wrap">{html_text(value)}</pre>'
+
+
+def html_paragraph(value: object, *, bold: bool = False) -> str:
+    return f"<p><b>{html_text(value)}</b></p>" if bold else f"<p>{html_text(value)}</p>"
+
+
+def html_table(headers: Sequence[object], rows: Iterable[Sequence[object]], caption: object = None) -> str:
+    """A table of texts; a cell of None is empty. Without headers, it has no head."""
+    title = f"<caption>{html_text(caption)}</caption>" if caption is not None else ""
+    head = f"<thead>{_row('th', headers)}</thead>" if headers else ""
+    return f"<table>{title}{head}<tbody>{''.join(_row('td', row) for row in rows)}</tbody></table>"
+
+
+def _row(element: str, cells: Sequence[object]) -> str:
+    style = ' style="text-align: left; white-space: pre-wrap"'
+    return f"<tr>{''.join(f'<{element}{style}>{html_text(cell)}</{element}>' for cell in cells)}</tr>"
+
+
+def html_progress(done: int, total: int, facts: object) -> str:
+    bar = f'<progress value="{int(done)}" max="{int(total)}"></progress> ' if total > 1 else ""
+    return f'<div style="white-space: pre-wrap">{bar}{html_text(facts)}</div>'

@@ -19,17 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from assay.api.arguments import SHORT, overrides_of, settings_of
-from assay.api.data import (
+from assay.api.arguments import (
+    SHORT,
     TOKENIZER,
     TOO_FEW,
     describe_rows,
     lora_settings,
     model_source,
+    overrides_of,
+    python_errors,
     reward_settings,
+    settings_of,
     task_settings,
 )
-from assay.api.errors import python_errors
 from assay.api.notebook import new_console
 from assay.build.trust import guard_run
 from assay.config import RewardConfig, TrainConfig

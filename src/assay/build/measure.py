@@ -1,29 +1,35 @@
-"""Evaluations without a run: their settings, the choice of problems, and several models on the same problems."""
+"""Evaluations without a run: their settings, the choice of problems, and several models on the same problems.
+
+Also texts that are judged without a model: their settings, and what the judge gets from a row.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from assay.build.trust import guard_run
 from assay.checks.steps import truncated_evaluation
-from assay.config import MeasureConfig, TrainConfig
+from assay.config import JudgeConfig, MeasureConfig, RewardConfig, Section, TaskConfig, TrainConfig
 from assay.config.settings import COMMAND_LINE, Caller, load_settings, reset_alternatives
 from assay.rewards import JudgePanel
+from assay.rewards.pool import Item
 from assay.runs import checkpoints
 from assay.runs.console import Console, asker, percent
 from assay.runs.resolve import PREFIX, SETTINGS, describe_changes, find_run, run_settings, saved_settings, split_tag
+from assay.tasks import Task
 from assay.tasks.base import UNLIMITED, prompts_of
-from assay.tasks.sources import manifest_of
+from assay.tasks.sources import DataRow, is_text_or_number, manifest_of
 from assay.types import Prompt, Status, UserError, plural
 
 if TYPE_CHECKING:  # torch is imported when a model is loaded
     from assay.engine import BaseEngine
     from assay.evals.report import Report
-    from assay.tasks import Task
     from assay.text import Renderer
     from assay.types import Group
 
@@ -299,3 +305,57 @@ def result_table(results: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], 
             rows.append([*cells, *[""] * (len(columns) - len(cells))])
     count = plural(results[0]["n"], "problem")
     return f"{results[0]['task']}, {results[0]['split']} split, {count}", columns, rows
+
+
+# Texts that are judged without a model
+
+
+class ScoreConfig(Section):
+    """Settings of a judge."""
+
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+
+
+def from_rollout(row: DataRow) -> DataRow:
+    """Rename the fields of a row of a run's rollouts, where the completion is called text."""
+    values = row.values
+    if "completion" in values or not {"text", "prompt_id"} <= set(values):
+        return row
+    return replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
+
+
+def as_item(row: DataRow, task: Task | None, optional_gold: bool = False) -> Item:
+    """The judge's input: the completion, the gold answer, and all other fields."""
+    completion = row.values.get("completion")
+    if not isinstance(completion, str):
+        problem = "is not a string" if "completion" in row.values else "is missing"
+        raise UserError(f"{row.where}: the field 'completion' {problem}")
+    gold = "" if optional_gold and not {"gold", "answer"} & set(row.values) else gold_answer(row, task)
+    return completion, gold, {k: v for k, v in row.values.items() if k != "completion"}
+
+
+def gold_answer(row: DataRow, task: Task | None) -> str:
+    values: Mapping[str, Any] = row.values
+    stated = values.get("gold", values.get("answer"))
+    if task is not None and task.judge_kind == "countdown":
+        missing = [name for name in ("nums", "target") if values.get(name) is None]
+        if missing:
+            raise UserError(f"{row.where}: the field '{missing[0]}' is missing; a countdown row needs nums and target")
+        return str(values["target"])
+    if task is not None and task.judge_kind == "code":
+        if values.get("tests") is None:
+            raise UserError(f"{row.where}: the field 'tests' is missing; a row of the task code needs tests")
+        return ""
+    if isinstance(stated, bool) or not (stated is None or is_text_or_number(stated)):
+        kind = stated if isinstance(stated, float) else type(stated).__name__
+        raise UserError(f"{row.where}: the gold answer must be a string or a number, not {kind}")
+    if stated is None and (task is None or task.name != "math" or "solution" not in values):
+        raise UserError(f"{row.where}: the row has neither 'gold' nor 'answer'")
+    if task is None or (task.name == "gsm8k" and "####" not in str(stated)):
+        return str(stated)  # already the bare answer
+    try:
+        return task.gold({**values, "answer": stated})
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from None

@@ -48,7 +48,7 @@ MAX_LINE = 1_000  # characters of an error message: names in it may be of any le
 WIDTH = 118
 REGISTRIES = {  # settings with built-in names, and where those are; imported only for the help
     "task.name": "assay.tasks.registry:TASKS",
-    "env.name": "assay.envs.registry:ENVS",
+    "env.name": "assay.envs.builtin:ENVS",
     "algo.recipe": "assay.algos.recipes:RECIPES",
     "algo.advantage": "assay.algos.advantages:ADVANTAGES",
     "algo.policy_loss": "assay.algos.terms:LOSSES",

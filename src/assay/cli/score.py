@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from assay.build.measure import inherited_settings
-from assay.build.scoring import ScoreConfig, as_item, from_rollout
+from assay.build.measure import ScoreConfig, as_item, from_rollout, inherited_settings
 from assay.cli.eval import add_config
 from assay.config.settings import load_settings
 from assay.evals.stats import wilson

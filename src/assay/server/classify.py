@@ -22,10 +22,9 @@ from assay.config import HttpConfig
 from assay.engine.base import EngineLoad
 from assay.rewards.reward_model import ModelInput, Outputs, RewardModelProcess
 from assay.server.app import unsupported, with_common_routes
-from assay.server.batches import SequenceBatches
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
 from assay.server.server import make_http_server, nothing
-from assay.server.service import LATENCY, PROMPT_TOKENS, HttpService, json_response
+from assay.server.service import LATENCY, PROMPT_TOKENS, HttpService, SequenceBatches, json_response
 from assay.system.http_server import serve_until_stopped
 from assay.system.spawn import WorkerDied, exit_reason
 from assay.types import describe_error

@@ -26,9 +26,16 @@ from torch import Tensor
 from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk, TokenScores
 from assay.engine.remote.server_side import shared_buffer, weights_of_buffer, weights_of_folder
 from assay.engine.remote.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
-from assay.server.batches import SequenceBatches
 from assay.server.protocol import ApiError, Fields
-from assay.server.service import PROMPT_TOKENS, SAMPLED_TOKENS, RunningSamples, Service, json_response, until_disconnect
+from assay.server.service import (
+    PROMPT_TOKENS,
+    SAMPLED_TOKENS,
+    RunningSamples,
+    SequenceBatches,
+    Service,
+    json_response,
+    until_disconnect,
+)
 from assay.types import Completion, UserError, describe_error
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]

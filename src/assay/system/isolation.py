@@ -99,10 +99,8 @@ def drop_capabilities() -> None:
     checked(libc().capset(header, none), "capset")
 
 
-def restrict_files(
-    readable: Iterable[str], writable: Iterable[str] = ("/dev/null",), listable: Iterable[str] = ()
-) -> None:
-    """Restrict opening of files to these and to those below these folders (Landlock).
+def restrict_files(readable: Iterable[str], listable: Iterable[str] = ()) -> None:
+    """Restrict opening of files to these and to those below these folders (Landlock), and writing to /dev/null.
 
     Folders in `listable`, and those below them, can be listed; files in them cannot be read.
     """
@@ -112,7 +110,7 @@ def restrict_files(
     attributes = struct.pack("QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = checked(libc().syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
     try:
-        for rights, paths in ((_READ_FILE, readable), (_READ_FILE | _WRITE_FILE, writable), (_READ_DIR, listable)):
+        for rights, paths in ((_READ_FILE, readable), (_READ_FILE | _WRITE_FILE, ["/dev/null"]), (_READ_DIR, listable)):
             for path in paths:
                 _allow(ruleset, path, rights)
         prctl(_SET_NO_NEW_PRIVS, 1)

@@ -22,6 +22,7 @@ from assay.system.spawn import KILL_LIMIT_S, STOP_SIGNALS, ChildProcess, exit_re
 
 PF_EXITING = 0x4  # flag of Linux in /proc/PID/stat: set before the files of the process are closed
 STOP_S = 10.0  # seconds that a program gets after SIGTERM
+MAX_LINE = 300  # characters of an error
 
 
 class SupervisedProgram:
@@ -79,14 +80,14 @@ class SupervisedProgram:
         self._ended = self._ended or reason
 
 
-def last_error(log: Path, limit: int = 300) -> str:
+def last_error(log: Path) -> str:
     """The last error in a log file that names a cause, or else its last line."""
     with suppress(OSError):
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-400:] if line.strip()]
         errors = [line for line in lines if re.search(r"\w(Error|Exception): |\berror: ", line)]
         causes = [line for line in errors if "stack trace" not in line]
         line = (causes or errors or lines or [""])[-1]
-        return line if len(line) <= limit else "..." + line[-limit:]
+        return line if len(line) <= MAX_LINE else "..." + line[-MAX_LINE:]
     return ""
 
 

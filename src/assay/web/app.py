@@ -18,9 +18,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -33,9 +34,8 @@ from assay.system.http_server import is_loopback, is_same_origin
 from assay.types import describe_error
 from assay.web.data import MetricsQuery, RunView, ViewError, compare, plain, shortened
 from assay.web.folder import is_run_folder
-from assay.web.index import TRAIN, activity
-from assay.web.story import StoryQuery, story
-from assay.web.table import CompareQuery, PromptsQuery, RolloutsQuery
+from assay.web.index import SKIPPED, TRAIN, Place, activity
+from assay.web.table import OK, CompareQuery, Names, PromptsQuery, RolloutsQuery, RolloutTable, Text
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -376,3 +376,71 @@ def static_file(name: str) -> Response:
     if path is None:
         return Response("There is no such file.\n", 404, media_type="text/plain")
     return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+
+
+# The learning story of a question: its answers at some times of a run, in training and in evaluations
+
+DEFAULT_TIMES = 6  # that are shown without a choice
+MAX_TIMES = 24
+
+
+class StoryQuery(BaseModel):
+    """A prompt by its id, and the times whose answers are shown: steps of training, or names of evaluations."""
+
+    prompt: Text
+    at: Annotated[Names, Field(max_length=MAX_TIMES)] = ()
+
+
+def story(view: RunView, query: StoryQuery) -> dict[str, Any]:
+    """All times at which the question was answered, and one answer of each chosen time.
+
+    It is an answer of the majority, correct or not; the correct one at the time of the first correct answer.
+    """
+    table = view.current_table()
+    times = times_of(table, query.prompt)
+    first = next((number for number, moment in enumerate(times) if moment["correct"]), None)
+    keys = query.at or default_times([moment["at"] for moment in times], first)
+    answers, lines = [], []
+    for number, moment in enumerate(times):
+        rows = moment.pop("rows")
+        if moment["at"] not in keys:
+            continue
+        correct = number == first or 2 * moment["correct"] >= moment["count"]
+        row = next(row for row in rows if (table.rows["status"][row] == OK) == correct)
+        file, index = table.files[table.file[row]], int(table.rows["index"][row])
+        (line,) = view.lines(file, [index])
+        lines.append((file, index, line))
+        answers.append({**moment, **view.answer(file, index, line), "is_first_correct": number == first})
+    view.add_pieces(lines, answers)
+    known = lines[0][2] if lines else {}
+    asked = {name: known.get(name) for name in ("messages", "answer")}
+    return {"prompt": {"id": query.prompt, **asked}, "times": times, "answers": answers, "first_correct": first}
+
+
+def times_of(table: RolloutTable, prompt: str) -> list[dict[str, Any]]:
+    """Times at which a prompt was answered, the earliest first: numbers of correct and of all answers, and its rows."""
+    rows = np.flatnonzero(table.prompt == table.prompt_numbers.get(prompt, -1))
+    found = []
+    for number in np.unique(table.file[rows]).tolist():
+        part = rows[table.file[rows] == number]
+        place = table.files[number].place
+        if place.source == SKIPPED:
+            continue
+        correct = int((table.rows["status"][part] == OK).sum())
+        facts = {"at": time_key(place), "step": place.step, "source": place.source, "label": place.label or "training"}
+        found.append(
+            (place.step, place.order, {**facts, "correct": correct, "count": len(part), "rows": part.tolist()})
+        )
+    return [moment for _, _, moment in sorted(found, key=lambda entry: entry[:2])]
+
+
+def time_key(place: Place) -> str:
+    return str(place.step) if place.source == TRAIN else place.source
+
+
+def default_times(keys: list[str], first_correct: int | None) -> set[str]:
+    """The first and the last time, the first correct answer, and some between them."""
+    if not keys:
+        return set()
+    chosen = set(np.linspace(0, len(keys) - 1, min(DEFAULT_TIMES, len(keys))).round().astype(int).tolist())
+    return {keys[number] for number in chosen | ({first_correct} if first_correct is not None else set())}

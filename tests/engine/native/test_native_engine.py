@@ -30,6 +30,7 @@ from native_parts import (
     idle,
     mixed_prompts,
     mixed_requests,
+    model_of,
     requests_for,
     transformers_model,
     words,
@@ -38,7 +39,6 @@ from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.sequence import BLOCK_SIZE
-from assay.models.decoder import Decoder
 from assay.types import Completion, Finish, UserError
 
 STOPS = (3, 5, 7, 11)
@@ -48,11 +48,6 @@ GREEDY = SamplingParams(n=2, temperature=0.0, max_new_tokens=40, stop_token_ids=
 # Other modes are compared with these, and networks of all families with the decoder: test_network.py.
 WAYS = [("qwen3", "plain"), ("qwen3", "all at once")]
 WAYS += [pytest.param(name, "all at once", marks=pytest.mark.slow) for name in ("llama", "gemma3", "glm4")]
-
-
-@functools.cache
-def model_of(name: str) -> Decoder:
-    return small_decoder(SPECS[name], seed=21)
 
 
 @functools.cache
