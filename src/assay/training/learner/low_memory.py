@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from assay.models import PolicyModel
-from assay.models.device import uses_triton
 from assay.models.lora import is_adapter
 
 Precision = Literal["float32", "8bit", "bfloat16"]
@@ -86,11 +85,13 @@ class AdamW8bit(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         offload: bool = False,
+        make_step: Callable[..., None] | None = None,
     ) -> None:
-        """`offload`: keep the moments of matrices in CPU memory."""
+        """`offload`: keep the moments of matrices in CPU memory. `make_step`: default `update`, or its kernel."""
         super().__init__(list(groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self.offload = offload
+        self.make_step = make_step or update
         self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -138,15 +139,10 @@ class AdamW8bit(torch.optim.Optimizer):
             ):
                 target.copy_(value)
             return
-        make_step: Callable[..., None] = update
-        if uses_triton(parameter.device):
-            from assay.training.learner import low_memory_kernels
-
-            make_step = low_memory_kernels.update
         kept = [state[f"{name}_{part}"] for name in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")]
         moments = [tensor.to(parameter.device, non_blocking=True) for tensor in kept]
         seed = hashed(hashed(step) ^ self.numbers[parameter])
-        make_step(parameter, remainder_of(parameter), parameter.grad, *moments, seed, **coefficients)
+        self.make_step(parameter, remainder_of(parameter), parameter.grad, *moments, seed, **coefficients)
         if self.offload:
             for tensor, new in zip(kept, moments, strict=True):
                 tensor.copy_(new, non_blocking=True)

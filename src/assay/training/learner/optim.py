@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from assay.config import OptimConfig
 from assay.mesh import local_tensor
+from assay.models.device import uses_triton
 from assay.training.learner.low_memory import AdamW8bit, exact_parts
 from assay.types import UserError
 
@@ -120,7 +121,12 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig, section: str = "optim") -
         if cfg.name == "muon":
             key = "optim.name" if section == "optim" else f"{section}.optimizer"
             raise UserError(f"Muon needs weights in float32: set {key} = 'adamw', or optim.precision = 'float32'")
-        return AdamW8bit(groups, cfg.lr, cfg.betas, cfg.eps, cfg.offload)
+        make_step = None
+        if uses_triton(next(model.parameters()).device):
+            from assay.training.learner import low_memory_kernels
+
+            make_step = low_memory_kernels.update
+        return AdamW8bit(groups, cfg.lr, cfg.betas, cfg.eps, cfg.offload, make_step)
     fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
     if cfg.name == "muon":
         return Muon(groups, cfg.lr, cfg.momentum, cfg.betas, cfg.eps, fused)
