@@ -91,7 +91,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(list(groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self.offload = offload
-        self.make_step = make_step or update
+        self.make_step: Callable[..., None] = make_step or update
         self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
