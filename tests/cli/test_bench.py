@@ -187,7 +187,7 @@ def test_episode_results_are_printed_written_and_added_to(
         ("step --tokens 8", "--tokens is only for --train-only"),
         ("step --table --new 8", "--table has its own workloads"),
         ("step --train-only --kl 0.1", "--kl is not for --train-only"),
-        ("step --train-only --shape tiny --tokens 40000", "exceeds the maximum length of tiny, 32768"),
+        ("step --train-only --shape tiny --tokens 600000", "exceeds the maximum length of tiny, 524288"),
         ("episodes --shape 9b", "known: nano, 0.5b, "),
         ("episodes --episodes 7", "must be a multiple of --samples 8"),
         ("recipes configs/demo.toml --help", "python bench/recipes.py"),
