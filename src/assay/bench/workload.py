@@ -72,14 +72,14 @@ def tiny_llama() -> ModelSpec:
 
 
 SHAPES: dict[str, Callable[[], ModelSpec]] = {
-    "0.6b": partial(qwen3, 1024, 3072, layers=28, heads=16),  # Qwen3 0.6B
-    "4b": partial(qwen3, 2560, 9728, layers=36, heads=32),  # Qwen3 4B
-    "8b": llama3_8b,  # Llama 3.1 8B
     "0.5b": partial(qwen2, 896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
+    "0.6b": partial(qwen3, 1024, 3072, layers=28, heads=16),  # Qwen3 0.6B
     "1.5b": partial(qwen2, 1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
+    "4b": partial(qwen3, 2560, 9728, layers=36, heads=32),  # Qwen3 4B
     "7b": partial(  # Qwen2.5 7B
         qwen2, 3584, 18944, layers=28, heads=28, head_dim=128, vocab_size=152064, kv_heads=4, tied=False
     ),
+    "8b": llama3_8b,  # Llama 3.1 8B
     "tiny": partial(qwen2, 64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # for tests
     "tiny-llama": tiny_llama,  # for measurements on a CPU
 }
