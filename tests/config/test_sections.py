@@ -26,7 +26,7 @@ def test_every_setting_has_a_help_text() -> None:
         ("reward.extract", ["boxed", "hash", "answer-tag", "last-number"]),  # or empty
         ("eval.final_split", ["train", "validation", "test", "all"]),
         ("optim.lr", []),
-        ("train.activation_checkpointing", []),
+        ("train.activation_checkpointing", ["partial", "offload"]),  # or a boolean
     ],
 )
 def test_names_of_settings_with_a_literal_type(key: str, names: list[str]) -> None:

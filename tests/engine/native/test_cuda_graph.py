@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import UNUSUAL_SPECS, small_decoder, small_spec
-from native_parts import Consumer
+from native_parts import Consumer, model_of
 
 from assay.algos import make_algorithm
 from assay.engine import NativeEngine, generate, make_engine
@@ -20,7 +20,6 @@ from assay.engine.native.kv_cache import GIB
 from assay.engine.sequence import BLOCK_SIZE
 from assay.models.decoder import Decoder
 from assay.types import Completion
-from tests.engine.test_continuations import model as talker
 from tests.engine.test_continuations import talks
 
 pytestmark = pytest.mark.gpu
@@ -29,10 +28,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("batch", [4, 64])
 def test_requests_added_while_others_run_generate_the_same_as_alone(batch: int) -> None:
     """The host looks late here, and takes in who comes between two windows."""
-    engine, talk = native(copy.deepcopy(talker()).to("cuda"), "cuda", max_batch=batch), talks()
+    engine, talk = native(copy.deepcopy(model_of("qwen3")).to("cuda"), "cuda", max_batch=batch), talks()
     Consumer(engine, on_finish=talk.on_finish, more=talk.more).run()
     ours = [talk.done[number, turn] for number, turn, _, _ in talk.asked]
-    alone = native(talker(), "cpu")
+    alone = native(model_of("qwen3"), "cpu")
     whole = [Request([*before, *r.prompt_ids], r.params, r.seed) for _, _, before, r in talk.asked]
     assert share_of_equals(ours, flat(generate(alone, whole))) >= 0.9
     assert not (engine.scheduler.kept or engine.blocks.in_use or engine.scheduler.unfinished)
