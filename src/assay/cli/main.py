@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "write a run as one HTML file: summary, curves, findings, samples, settings",
     "view": "show runs in the browser: curves, prompts, rollouts token by token",
     "doctor": "find out why a run does not learn, or what is wrong with a config",
+    "plan": "predict memory, seconds per step and the division of GPUs for a run that is planned",
     "export": "write a checkpoint as a Hugging Face folder or GGUF file, or upload it",
     "slurm": "train as a Slurm batch job that resumes by itself",
     "bench": "measure generation and training: tokens per second, seconds per step, memory",

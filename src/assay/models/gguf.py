@@ -100,6 +100,12 @@ def value_of(reader: GGUFReader, key: str, default: Any = None) -> Any:
     return default if field is None else field.contents()
 
 
+def gguf_spec(path: Path) -> ModelSpec | None:
+    """The spec of the model in a file, whose weights are not read."""
+    reader = open_gguf(path)
+    return spec_from_gguf(reader, {tensor.name: tensor for tensor in reader.tensors}, path)
+
+
 def spec_from_gguf(reader: GGUFReader, tensors: dict[str, ReaderTensor], path: Path) -> ModelSpec | None:
     """The spec, or None if `Decoder` does not cover the architecture."""
     architecture = value_of(reader, "general.architecture")

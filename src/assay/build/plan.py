@@ -1,0 +1,359 @@
+"""What a run costs on GPUs that are not here: memory, seconds per step, and how to divide GPUs among its two sides.
+
+Seconds of a GPU are sums of what its arithmetic and its memory need at their published peaks, multiplied by factors
+that were fitted to measurements on one H200 (`bench/fit_cost.py`). `simulate` combines them to steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from assay.build.cost import Line, kv_bytes
+from assay.build.models import activation_bytes
+from assay.build.simulate import Decoding, Pipeline, SimulatedRun, drawn_lengths, simulate
+from assay.models.spec import ModelSpec
+from assay.types import UserError, unknown_name
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published peaks of a GPU."""
+
+    flops: float  # per second, bfloat16, without sparsity
+    bandwidth: float  # bytes per second, of its memory
+    memory: float  # GiB
+    link: float  # bytes per second to GPUs of the same node, in each direction
+
+
+GPUS = {
+    "h200": Gpu(989e12, 4.8e12, 140, 450e9),
+    "h100": Gpu(989e12, 3.35e12, 79.6, 450e9),
+    "a100": Gpu(312e12, 2.04e12, 80, 300e9),
+    "b200": Gpu(2250e12, 8e12, 178, 900e9),
+    "l40s": Gpu(362e12, 0.864e12, 45, 32e9),
+    "rtx4090": Gpu(165e12, 1.008e12, 23.6, 32e9),
+}
+MEASURED_ON = "h200"
+
+# Factors by which the seconds of the H200 exceed what its peaks allow. Written by `bench/fit_cost.py`.
+DECODE_LAYER_S = 31.84e-6  # per position and layer, whatever runs: latency of kernels
+DECODE_MATMUL = 1.419
+DECODE_CACHE = 1.111
+DECODE_ROW = 0.718
+TRAIN_MATMUL = 1.556
+TRAIN_ATTENTION = 1.987
+TRAIN_ROW = 5.166
+
+# Assumptions: nothing of these was measured on several GPUs.
+NETWORK = 50e9  # bytes per second and GPU between nodes: 400 Gbit/s
+LINK_SHARE = 0.7  # of published peaks of links that collective operations reach
+ALL_REDUCE_S = 15e-6  # latency of one, within a node
+SYNC_S = 0.1  # of a weight sync, whatever its size
+JUDGE_S = 1e-3  # per answer
+MEMORY_SHARE = 0.92  # of the memory that a plan uses
+OTHER_GIB = 3.0  # CUDA context, kernels' workspaces, logits
+MOST_ROWS = 1024  # sequences that an engine decodes at a time, at most
+RECOMPUTED = 4 / 3  # time of an update with activation checkpointing
+TENSOR_PARALLEL = (1, 2, 4, 8)
+OPTIMIZER_BYTES = 30.0  # that an optimizer step reads and writes per parameter
+
+
+@dataclass(frozen=True)
+class Cluster:
+    gpus: int = 1
+    gpu: str = MEASURED_ON
+    per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if self.gpu not in GPUS:
+            raise unknown_name("GPU", self.gpu, GPUS)
+
+    @property
+    def peaks(self) -> Gpu:
+        return GPUS[self.gpu]
+
+    def bandwidth(self, gpus: int) -> float:
+        """Bytes per second and GPU of a collective operation among so many GPUs."""
+        return LINK_SHARE * (self.peaks.link if gpus <= self.per_node else min(self.peaks.link, NETWORK))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained on. `lengths`: of answers, of which a simulation draws."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    limit: int  # of tokens of an answer
+    lengths: Sequence[int] = ()
+    passes: int = 1
+
+    @classmethod
+    def of(cls, prompts: int, samples: int, prompt_tokens: int, limit: int, mean: float) -> Job:
+        return cls(prompts, samples, prompt_tokens, limit, drawn_lengths(mean, limit))
+
+    @property
+    def mean(self) -> float:
+        return sum(self.lengths) / len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_tokens + self.limit
+
+    @property
+    def sequence(self) -> float:
+        """Length of the sequence to which a token belongs, on average over all tokens."""
+        return self.prompt_tokens + sum(n * n for n in self.lengths) / sum(self.lengths)
+
+
+def matmul_weights(spec: ModelSpec) -> int:
+    """Weights that each token is multiplied with."""
+    return spec.parameters - (0 if spec.tied else spec.vocab_size * spec.hidden)
+
+
+def row_numbers(spec: ModelSpec) -> int:
+    """Numbers of a token that operations between products read and write, about."""
+    per_layer = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
+    return spec.layers * per_layer + 4 * spec.vocab_size
+
+
+def decode_features(spec: ModelSpec, gpu: Gpu, rows: int, context: float) -> tuple[float, float, float, float]:
+    """Seconds of a decoded position at the peaks: of layers (1 s each), products, KV cache, other operations."""
+    weights = 2 * matmul_weights(spec)
+    products = max(weights / gpu.bandwidth, rows * weights / gpu.flops)
+    cache = rows * context * kv_bytes(spec, torch.bfloat16) / gpu.bandwidth
+    return spec.layers, products, cache, rows * 2 * row_numbers(spec) / gpu.bandwidth
+
+
+def train_features(spec: ModelSpec, gpu: Gpu, length: float) -> tuple[float, float, float]:
+    """Seconds of a trained token at the peaks: of products, causal attention, other operations. `length`: of its
+    sequence."""
+    attention = 6 * spec.layers * spec.heads * spec.head_dim * length
+    products = 6 * matmul_weights(spec) / gpu.flops
+    return products, attention / gpu.flops, 2 * row_numbers(spec) / gpu.bandwidth
+
+
+def train_seconds(spec: ModelSpec, gpu: Gpu, length: float) -> float:
+    """Of a trained token on one GPU."""
+    factors = TRAIN_MATMUL, TRAIN_ATTENTION, TRAIN_ROW
+    return sum(factor * part for factor, part in zip(factors, train_features(spec, gpu, length), strict=True))
+
+
+def decoding(spec: ModelSpec, gpu: Gpu, tp: int = 1) -> Decoding:
+    """`tp`: GPUs that share an engine. All but the latency is divided."""
+    layers, weights, cache, row = decode_features(spec, gpu, 1, 1.0)
+    exchanged = 0.0 if tp == 1 else 2 * spec.layers * 2 * spec.hidden / (LINK_SHARE * gpu.link)
+    return Decoding(
+        fixed=layers * (DECODE_LAYER_S + 2 * ALL_REDUCE_S * (tp > 1)),
+        row=DECODE_ROW * row / tp + exchanged,
+        context=DECODE_CACHE * cache / tp,
+        weights=DECODE_MATMUL * weights / tp,
+        product=DECODE_MATMUL * 2 * matmul_weights(spec) / gpu.flops / tp,
+    )
+
+
+def prefill(spec: ModelSpec, gpu: Gpu, length: float, tp: int = 1) -> Line:
+    """Seconds to compute a prompt: a third of an update per token, and the latency of the kernels."""
+    return Line(spec.layers * DECODE_LAYER_S, train_seconds(spec, gpu, length) / 3 / tp)
+
+
+@dataclass(frozen=True)
+class EngineFit:
+    """An engine on `tp` GPUs."""
+
+    tp: int
+    weights: float  # GiB per GPU, as the next
+    cache: float
+    rows: int  # sequences that fit into the KV cache
+
+
+def fit_engine(spec: ModelSpec, job: Job, gpu: Gpu, per_node: int) -> EngineFit | None:
+    """On as few GPUs as hold the weights and sequences of full length. None if no number does."""
+    per_token = kv_bytes(spec, torch.bfloat16)
+    for tp in TENSOR_PARALLEL:
+        if tp > per_node or spec.kv_heads % tp:
+            continue
+        weights = 2 * spec.parameters / tp
+        cache = (MEMORY_SHARE * gpu.memory - OTHER_GIB) * GIB - weights
+        # Sequences are on average half as long as when they end.
+        rows = int(cache * tp / per_token / (job.prompt_tokens + job.mean))
+        if cache > 0 and cache * tp / per_token >= 2 * job.longest:
+            needed = min(MOST_ROWS, rows)
+            return EngineFit(tp, weights / GIB, cache / GIB, max(needed, 1))
+    return None
+
+
+@dataclass(frozen=True)
+class LearnerFit:
+    """Learners on `gpus` GPUs, which share weights and optimizer (FSDP)."""
+
+    gpus: int
+    precision: str  # optim.precision
+    recompute: bool
+    budget: int  # train.token_budget
+    parts: dict[str, float] = field(default_factory=dict)  # GiB per GPU
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+# Bytes per parameter: weights with gradients and moments. The last two are for one process.
+STATES = {"float32": 16.0, "8bit": 8.1, "bfloat16": 6.1}
+
+
+def fit_learner(spec: ModelSpec, job: Job, cluster: Cluster, gpus: int, beside: float = 0.0) -> LearnerFit | None:
+    """The fastest setting that fits. `beside`: GiB per GPU of an engine that sleeps meanwhile."""
+    free = MEMORY_SHARE * cluster.peaks.memory - OTHER_GIB - beside
+    layer = 2 * spec.parameters / spec.layers / GIB  # gathered in bfloat16
+    for recompute in (False, True):
+        for precision in ("float32",) if gpus > 1 else STATES:
+            state = STATES[precision] * spec.parameters / gpus / GIB
+            parts = {"weights, gradients, optimizer": state}
+            if gpus > 1:
+                parts["gathered layers"] = 3 * layer
+            elif precision == "float32":
+                parts["weights in bfloat16"] = 2 * spec.parameters / GIB
+            per_token = activation_bytes(spec, torch.bfloat16, recompute) / GIB
+            budget = 16384
+            while budget > job.longest and budget * per_token > free - sum(parts.values()):
+                budget //= 2
+            budget = max(budget, job.longest)
+            parts["activations"] = budget * per_token
+            if sum(parts.values()) <= free:
+                return LearnerFit(gpus, precision, recompute, budget, parts)
+    return None
+
+
+def update_line(spec: ModelSpec, job: Job, cluster: Cluster, fit: LearnerFit) -> Line:
+    """Seconds of an update by the number of its tokens."""
+    gpu, n = cluster.peaks, fit.gpus
+    token = train_seconds(spec, gpu, job.sequence) * (RECOMPUTED if fit.recompute else 1.0) * job.passes
+    fixed = OPTIMIZER_BYTES * spec.parameters / n / gpu.bandwidth * job.passes
+    if n > 1:
+        # Each micro-batch gathers the weights twice and scatters the gradients, beside the computation.
+        moved = (2 * 2 + 4) * spec.parameters * (n - 1) / n / cluster.bandwidth(n)
+        token = max(token, moved / fit.budget)
+    return Line(fixed, token / n)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A division of the GPUs, and what a simulation says of it. Colocated: engines and learners take turns."""
+
+    engine_gpus: int
+    learner_gpus: int
+    engine: EngineFit
+    learner: LearnerFit
+    pipeline: Pipeline
+    result: SimulatedRun
+
+    @property
+    def colocated(self) -> bool:
+        return self.pipeline.staleness == 0
+
+
+def layout(
+    spec: ModelSpec, job: Job, cluster: Cluster, learner_gpus: int, staleness: int = 1, steps: int = 4
+) -> Layout | None:
+    """Simulate a division; None if something does not fit. `staleness` 0: all GPUs do both."""
+    engine = fit_engine(spec, job, cluster.peaks, cluster.per_node)
+    engine_gpus = cluster.gpus if not staleness else cluster.gpus - learner_gpus
+    if engine is None or engine_gpus < engine.tp:
+        return None
+    learner = fit_learner(spec, job, cluster, learner_gpus, 0.0 if staleness else engine.weights)
+    if learner is None:
+        return None
+    gpu = cluster.peaks
+    pipeline = Pipeline(
+        engines=engine_gpus // engine.tp,
+        max_batch=engine.rows,
+        decoding=decoding(spec, gpu, engine.tp),
+        prefill=prefill(spec, gpu, job.prompt_tokens, engine.tp),
+        prompts=job.prompts,
+        samples=job.samples,
+        prompt_tokens=job.prompt_tokens,
+        lengths=job.lengths,
+        update=update_line(spec, job, cluster, learner),
+        sync=sync_seconds(spec, cluster),
+        staleness=staleness,
+        judge=JUDGE_S / max(engine_gpus, 8),
+    )
+    result = simulate(pipeline, steps)
+    return Layout(engine_gpus, learner_gpus, engine, learner, pipeline, result)
+
+
+def sync_seconds(spec: ModelSpec, cluster: Cluster, share: float = 1.0) -> float:
+    """`share`: of the bytes that are sent."""
+    if cluster.gpus == 1:
+        return SYNC_S + 2 * 2 * spec.parameters / cluster.peaks.bandwidth
+    return SYNC_S + share * 2 * spec.parameters / cluster.bandwidth(cluster.gpus)
+
+
+def layouts(spec: ModelSpec, job: Job, cluster: Cluster, staleness: int = 1) -> list[Layout]:
+    """Divisions that fit: colocated, and asynchronous ones around the balance of both sides; fastest first.
+
+    Raises a `UserError` if none does.
+    """
+    check_job(spec, job, cluster)
+    found = [layout(spec, job, cluster, cluster.gpus, 0)]
+    if cluster.gpus > 1 and staleness:
+        tried = {number: layout(spec, job, cluster, number, staleness) for number in first_guesses(cluster.gpus)}
+        for _ in range(3):  # halve the distance to the neighbours of the best
+            fits = sorted(number for number, made in tried.items() if made)
+            if not fits:
+                break
+            best = min(fits, key=lambda number: tried[number].result.step)  # type: ignore[union-attr]
+            at = sorted(tried).index(best)
+            neighbours = sorted(tried)[max(at - 1, 0) : at + 2]
+            for low, high in pairwise(neighbours):
+                middle = (low + high) // 2
+                if middle not in tried:
+                    tried[middle] = layout(spec, job, cluster, middle, staleness)
+        found += tried.values()
+    return sorted((made for made in found if made), key=lambda made: made.result.step)
+
+
+def first_guesses(gpus: int) -> list[int]:
+    """Numbers of GPUs for learners."""
+    return sorted({max(1, min(gpus - 1, round(gpus * share))) for share in (0.125, 0.25, 0.375, 0.5, 0.75)})
+
+
+def check_job(spec: ModelSpec, job: Job, cluster: Cluster) -> None:
+    """Raise a `UserError` if nothing fits, with the reason."""
+    gpu, name = cluster.peaks, cluster.gpu.upper()
+    if fit_engine(spec, job, gpu, cluster.per_node) is None:
+        raise UserError(
+            f"no engine of {min(cluster.per_node, TENSOR_PARALLEL[-1])} or fewer {name} GPUs holds "
+            f"{2 * spec.parameters / GIB:.0f} GiB of weights and two answers of {job.longest} tokens: plan for larger "
+            "GPUs, or shorter answers"
+        )
+    if all(fit_learner(spec, job, cluster, gpus) is None for gpus in {cluster.gpus, max(cluster.gpus - 1, 1)}):
+        fewest = next((n for n in (2**k for k in range(1, 15)) if fit_learner(spec, job, cluster, n)), None)
+        advice = f"plan for --gpus {fewest} or more" if fewest else "plan for shorter answers"
+        raise UserError(
+            f"{spec.parameters / 1e9:.1f}B parameters cannot be trained on {cluster.gpus} x {name} with sequences of "
+            f"{job.longest} tokens: {advice}, larger GPUs, or LoRA"
+        )
+
+
+def assumptions(job: Job, cluster: Cluster) -> Iterator[str]:
+    yield (
+        f"speeds: measured on one {MEASURED_ON.upper()}"
+        + ("" if cluster.gpu == MEASURED_ON else f", scaled to {cluster.gpu.upper()} by published peaks")
+    )
+    yield (
+        f"answers of {job.mean:,.0f} tokens on average, at most {job.limit:,}; {JUDGE_S * 1000:g} ms to judge one, on "
+        "8 or more cores"
+    )
+    if cluster.gpus > 1:
+        yield (
+            f"between GPUs: {LINK_SHARE:.0%} of {cluster.peaks.link / 1e9:,.0f} GB/s within a node of "
+            f"{cluster.per_node}, of {NETWORK / 1e9:.0f} GB/s beyond; never measured on several GPUs"
+        )
