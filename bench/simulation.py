@@ -15,16 +15,17 @@ import asyncio
 import json
 import multiprocessing
 import random
-import tempfile
-import sys
-import subprocess
 import shlex
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from assay.bench.results import describe_machine, describe_versions
 from assay.build.cost import Line
 from assay.build.simulate import Decoding, Pipeline, drawn_lengths, simulate
 
@@ -144,7 +145,117 @@ def serve(pipeline: Pipeline, ports: Any) -> None:
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    async def both(name: str, measured: float, simulated: float) -> dict[str, Any]:
+    async def main() -> None:
+        servers = []
+        for _ in range(pipeline.engines):
+            stub = StubServer(pipeline)
+
+            async def answer(request: Request, stub: StubServer = stub) -> JSONResponse:
+                body = await request.body()
+                task = asyncio.ensure_future(stub.respond(request.url.path, json.loads(body) if body else None))
+                gone = asyncio.ensure_future(disconnected(request))
+                await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+                gone.cancel()
+                if not task.done():
+                    task.cancel()
+                    return JSONResponse({}, 499)
+                return JSONResponse(task.result())
+
+            app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+            servers.append(uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical")))
+        tasks = [asyncio.ensure_future(server.serve()) for server in servers]
+        while not all(server.started for server in servers):
+            await asyncio.sleep(0.01)
+        ports.send([server.servers[0].sockets[0].getsockname()[1] for server in servers])
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
+async def disconnected(request: Any) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.02)
+
+
+def measured(pipeline: Pipeline, steps: int, warm: int = 2) -> dict[str, float]:
+    """Seconds per step of the real pipeline with stub servers, and what it says about itself."""
+    import torch
+
+    from assay.algos import make_algorithm
+    from assay.bench.step import number_renderer
+    from assay.config import TrainConfig, VLLMConfig
+    from assay.engine import make_engine
+    from assay.models import build_preset
+    from assay.rewards import JudgePool
+    from assay.rollout import Collector
+    from assay.training.async_source import AsyncSource
+    from assay.training.progress import RunState, Schedule
+    from assay.training.sources import PromptStream
+    from assay.types import Prompt, Status, Verdict
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(pipeline, theirs), daemon=True)
+    process.start()
+    urls = [f"http://127.0.0.1:{port}" for port in ours.recv()]
+    policy, renderer = build_preset("nano", VOCABULARY, 1024, seed=0), number_renderer(VOCABULARY)
+    cfg = TrainConfig.model_validate(
+        {
+            "source": {"name": "async", "max_staleness": pipeline.staleness},
+            "train": {"prompts": pipeline.prompts, "samples": pipeline.samples, "steps": 10_000},
+            "sampling": {"max_new_tokens": max(pipeline.lengths)},
+        }
+    )
+    options = {"device": "cpu", "dtype": torch.float32, "max_length": 1024, "decode": renderer.decode}
+    engine = make_engine("vllm", policy, {"settings": VLLMConfig(urls=urls)}, max_batch=10_000, **options)
+    rng = random.Random(0)
+
+    def words() -> str:
+        return " ".join(str(rng.randrange(10, VOCABULARY)) for _ in range(pipeline.prompt_tokens))
+
+    prompts = [Prompt(str(index), ({"role": "user", "content": words()},)) for index in range(5000)]
+    collector = Collector(engine, renderer, JudgePool(lambda *_: Verdict(0.0, Status.WRONG), 0, 5.0))
+    schedule = Schedule(10_000, pipeline.prompts)
+    source = AsyncSource(cfg, make_algorithm("grpo"), collector, PromptStream(prompts, 0), schedule)
+    state, trained, rows, syncs, began = RunState(), [0], [], [], 0.0
+    try:
+        for step in range(warm + steps):
+            if step == warm:
+                began = time.perf_counter()
+            sampled = source.next(state)
+            rows.append(sampled.metrics)
+            tokens = state.tokens - trained[-1] + pipeline.prompts * pipeline.prompt_tokens
+            trained.append(state.tokens)
+            time.sleep(pipeline.update.at(tokens))
+            state.step += 1
+            updated = time.perf_counter()
+            engine.update_weights(policy, state.step)
+            syncs.append(time.perf_counter() - updated)
+        seconds = (time.perf_counter() - began) / steps
+    finally:
+        source.close()
+        engine.close()
+        process.kill()
+    means = {name: fmean(row[f"async/{name}"] for row in rows[warm:]) for name in ("staleness", "restarted")}
+    return {"step_s": seconds, "sync_s": fmean(syncs[warm:]), **means}
+
+
+def compared(pipeline: Pipeline, steps: int) -> dict[str, Any]:
+    actual = measured(pipeline, steps)
+    seeds = [simulate(replace(pipeline, sync=actual["sync_s"], seed=seed), steps) for seed in range(5)]
+    row = {
+        "id": f"stub-{pipeline.engines}-staleness{pipeline.staleness}",
+        "steps": steps,
+        "sync_s": round(actual["sync_s"], 3),  # the servers sleep for `Pipeline.sync` of it
+        **both("step_s", actual["step_s"], fmean(found.step for found in seeds)),
+        **both("staleness", actual["staleness"], fmean(found.staleness for found in seeds)),
+        **both("restarted", actual["restarted"], fmean(found.restarted for found in seeds)),
+        "bottleneck": seeds[0].bottleneck,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def both(name: str, measured: float, simulated: float) -> dict[str, Any]:
     row: dict[str, Any] = {name: {"measured": round(measured, 3), "simulated": round(simulated, 3)}}
     return row | ({"ratio": round(simulated / measured, 3)} if name == "step_s" else {})
 

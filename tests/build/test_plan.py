@@ -24,7 +24,9 @@ def test_the_factors_are_those_of_the_measurements() -> None:
     found = {row["id"]: row for row in fit_cost.rows()}
     factors = [*fit_cost.fit_decoding(found), *fit_cost.fit_training(found)]
     assert [getattr(plan, name) for name in fit_cost.NAMES] == pytest.approx(factors, rel=0.01)
-    others = [values for row in found.values() if row["id"] not in fit_cost.FITTED and (values := fit_cost.predicted(row))]
+    others = [
+        values for row in found.values() if row["id"] not in fit_cost.FITTED and (values := fit_cost.predicted(row))
+    ]
     assert len(others) >= 6
     for _, expected, measured in others:
         assert expected == pytest.approx(measured, rel=0.2)
@@ -63,7 +65,9 @@ def test_learners_take_the_fastest_setting_that_fits() -> None:
     assert tight is not None and tight.precision == "bfloat16" and not tight.recompute
     shared = fit_learner(SEVEN, JOB, Cluster(8, "h100"), 8)
     assert shared is not None and shared.precision == "float32"
-    assert shared.parts["weights, gradients, optimizer"] == pytest.approx(STATES["float32"] * SEVEN.parameters / 8 / GIB)
+    assert shared.parts["weights, gradients, optimizer"] == pytest.approx(
+        STATES["float32"] * SEVEN.parameters / 8 / GIB
+    )
     for fit, gpu in ((small, H200), (seven, H200), (tight, H100), (shared, H100)):
         assert fit.peak < gpu.memory and fit.budget >= JOB.longest
     assert fit_learner(SEVEN, JOB, Cluster(gpu="rtx4090"), 1) is None
@@ -107,5 +111,5 @@ def test_what_does_not_fit_is_refused(cluster: Cluster, limit: int, message: str
 
 
 def test_unknown_gpus_are_refused() -> None:
-    with pytest.raises(UserError, match="unknown GPU 'h300'.* known: h200, h100"):
+    with pytest.raises(UserError, match=r"unknown GPU 'h300'.* known: h200, h100"):
         Cluster(gpu="h300")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from permissions import public_folder, without_permission
 from small_run import SmallRuns
 
 from assay.build import run as run_module
-from assay.build.preflight import try_algorithm
+from assay.build.preflight import GIB, disk_warning, try_algorithm
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.runs.directory import check_writable
@@ -119,6 +120,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
         (["--eval.max_new_tokens", 513], "eval.max_new_tokens = 513 is more than the context of 512"),
         (["--model.max_length", 16, "--sampling.max_new_tokens", 17], "is more than the context of 16 tokens"),
         (["--lora.rank", 1_000], "lora.rank = 1,000 is above the width of the model, 64"),
+        (["--optim.precision", "8bit", "--dtype", "float32"], "needs dtype = 'bfloat16', not 'float32'"),
+        (["--optim.precision", "8bit", "--dtype", "bfloat16", "--train.process", "separate"], "one training process"),
         (["--name", "a/b"], "'a/b' cannot name a run"),
         (["--runs_dir", "small.toml"], "small.toml is not writable (not a directory)"),
         (["--train.stop_early", 2], "train.stop_early needs periodic evaluations"),
@@ -133,6 +136,14 @@ def test_a_mistake_is_one_line_before_weights_are_loaded(
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error
     assert not small.runs.exists() or not list(small.runs.iterdir())
+
+
+def test_too_little_disk_space_counts_every_checkpoint_that_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 * GIB))
+    cfg = TrainConfig.model_validate({"save": {"keep": 2, "best": True}})
+    assert disk_warning(cfg, 2 * GIB) == ""  # the first, the best, two, and the next one before the oldest goes
+    assert disk_warning(cfg, 2.1 * GIB).startswith("checkpoints need up to 10.5 GiB (2.1 each: the first, the best, ")
+    assert disk_warning(cfg.model_copy(update={"save": cfg.save.model_copy(update={"best": False})}), 2.1 * GIB) == ""
 
 
 def test_a_folder_without_permission_is_not_writable() -> None:

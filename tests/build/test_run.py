@@ -138,6 +138,16 @@ def test_memory_of_weights_gradients_moments_and_engine(tmp_path: Path) -> None:
     assert large["reference"] == 4 * count and large["critic, gradients, AdamW"] == 16 * count
 
 
+@pytest.mark.parametrize(
+    ("precision", "offload", "least"), [("8bit", False, 8), ("bfloat16", False, 6), ("8bit", True, 6)]
+)
+def test_memory_and_checkpoints_by_precision(tmp_path: Path, precision: str, offload: bool, least: float) -> None:
+    """Matrices take `least` bytes per number; norms, of which a small model has relatively many, more."""
+    settings = {"optim__precision": precision, "optim__offload": offload, "dtype": "bfloat16"}
+    found, count = sizes(SmallRuns(tmp_path), **settings)
+    assert least * count <= found["weights, gradients, AdamW"] < (least + 0.2) * count
+
+
 def test_memory_grows_with_answers_and_shrinks_with_the_token_budget(tmp_path: Path) -> None:
     small = SmallRuns(tmp_path)
     plain, longer = sizes(small)[0], sizes(small, sampling__max_new_tokens=80)[0]

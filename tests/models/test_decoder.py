@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
+from assay.build.models import prepare_policy
+from assay.config import LoopConfig
 from assay.models import Decoder, load_model
 from assay.models.attention import PackedCausal
+from assay.models.base import HFModel
 from assay.models.load import build_preset, preset
 from assay.models.lora import Lora
 from assay.models.spec import ModelSpec
+from assay.types import UserError
 
 CASES = {
     "llama": ("llama", None, {}),
@@ -72,6 +78,40 @@ def test_logits_and_gradients_equal_transformers(case, make_hf, logit_difference
     expected = dict(hf.named_parameters())
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.grad, expected[name].grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("mode", [True, "offload"])
+def test_activation_checkpointing_changes_no_bit_of_the_gradients(mode, monkeypatch):
+    """What is kept shrinks; with "offload", the inputs of layers are moved to main memory."""
+    moved = []
+    save_on_cpu = torch.autograd.graph.save_on_cpu
+    monkeypatch.setattr("assay.models.decoder.save_on_cpu", lambda **kwargs: moved.append(1) or save_on_cpu(**kwargs))
+    gradients, kept = {}, {}
+    for setting in (False, mode):
+        model = build_preset("nano", vocab_size=20, max_length=64, seed=0)
+        prepare_policy(model, LoopConfig(activation_checkpointing=setting))
+        sizes = Counter()
+
+        def pack(tensor, sizes=sizes):
+            sizes["numbers"] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model.hidden(torch.arange(40) % 20, [25, 15])
+        model.unembed(hidden).logsumexp(-1).sum().backward()
+        gradients[setting] = [weight.grad for weight in model.parameters()]
+        kept[setting] = sizes["numbers"]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients.values(), strict=True))
+    assert kept[mode] < kept[False] / 4
+    assert len(moved) == (model.spec.layers if mode == "offload" else 0)
+
+
+def test_settings_of_checkpointing_that_need_something_else_are_refused(make_hf):
+    model = build_preset("nano", vocab_size=20, max_length=64, seed=0)
+    with pytest.raises(UserError, match=r"'partial' needs compiled layers: set train.compile = 'on'"):
+        prepare_policy(model, LoopConfig(activation_checkpointing="partial"))
+    with pytest.raises(UserError, match="not for models that run through transformers"):
+        prepare_policy(HFModel(make_hf("llama", None)), LoopConfig(activation_checkpointing=True))
 
 
 def test_sequences_do_not_see_each_other():

@@ -72,7 +72,10 @@ def spec_of(name: str) -> ModelSpec:
     if name in SHAPES:
         return SHAPES[name]()
     path = Path(name).expanduser()
-    spec = gguf_spec(path) if path.suffix == ".gguf" and path.is_file() else model_spec(TrainConfig.model_validate({"model": name}))
+    if path.suffix == ".gguf" and path.is_file():
+        spec = gguf_spec(path)
+    else:
+        spec = model_spec(TrainConfig.model_validate({"model": name}))
     if spec is None:
         raise UserError(
             f"the shape of {name} is not known: give a folder with the config.json of a supported architecture, or one "
