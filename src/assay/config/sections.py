@@ -505,6 +505,8 @@ class EngineConfig(Section):
     """maximum prompt tokens per prefill batch; 0: 8,192 on CUDA, 1,024 elsewhere"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """auto: the device's preferred dtype; float64: see the dtype of the run"""
+    quantize: Literal["", "fp8"] = ""
+    """fp8: matrix products of the layers in 8 bits, on GPUs that have them (Hopper, Ada); native only"""
     verify: Literal["auto", "fingerprint", "probe", "off"] = "auto"
     """proof of weight sync: bit by bit, or scores of probe sequences; auto: the first that the engine supports"""
     verify_every: Positive = 1

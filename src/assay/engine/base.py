@@ -8,7 +8,7 @@ from asyncio import Future
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -139,6 +139,7 @@ class EngineInfo:
     capabilities: Capabilities
     vocab_size: int = 0  # 0: unknown
     device: torch.device = CPU  # that the weights are on, if they are in this process
+    quantize: str = ""  # how weights are stored, see `EngineOptions`
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class EngineOptions:
     # The KV cache of running sequences after a weight update. "recompute": it is computed again with the new weights;
     # "keep": it is kept, and only new tokens use the new weights.
     kv_on_update: KvOnUpdate = "recompute"
+    quantize: str = ""  # "fp8": products with the weights of layers in 8 bits (`assay.models.fp8`)
     notify: Callable[[str], None] | None = None  # gets lines for the user, e.g. about failed servers, from any thread
 
     def __post_init__(self) -> None:
@@ -198,7 +200,7 @@ class WeightSource(Protocol):
 @torch.inference_mode(False)  # a source may do more than read tensors, e.g. gather shards
 @torch.no_grad()
 def copy_weights(
-    targets: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], shard: TPShard | None = None
+    targets: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], shard: TPShard | None = None
 ) -> None:
     """Copy each weight to the target of the same name, cast to its dtype; names and shapes must match exactly.
 

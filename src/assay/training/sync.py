@@ -26,6 +26,7 @@ from assay.engine.remote.scoring import gap_problem, rms_gap
 from assay.mesh import Mesh, local_tensor, reshard
 from assay.models import PolicyModel
 from assay.models.base import digests, fingerprint
+from assay.models.fp8 import served_weights
 from assay.models.lora import merged_weights
 from assay.models.quantize import NF4Linear, quantized_layers
 from assay.training.learner.pack import Row
@@ -56,15 +57,22 @@ def compare_fingerprints(policy: PolicyModel, engine: BaseEngine, version: int, 
     served = engine.fingerprint()
     if served is None:
         return None
-    expected = fingerprint(policy.weights(), engine.info.dtype)
+    expected = fingerprint(*as_served_by(engine, policy))
     if mesh.any(expected != served):
-        ours = digests(policy.weights(), engine.info.dtype)
+        ours = digests(*as_served_by(engine, policy))
         theirs = engine.digests()
         problem = f"fingerprints {served[:12]} and {expected[:12]}" if expected != served else ""
         if problem and theirs is not None:
             problem = f"{differing_weights(ours, theirs)} ({problem})"
         raise_together(problem, version, mesh)
     return served
+
+
+def as_served_by(engine: BaseEngine, policy: PolicyModel) -> tuple[Iterable[tuple[str, Tensor]], torch.dtype | None]:
+    """The weights that the engine must have, and the dtype that they are to be cast to."""
+    if engine.info.quantize:
+        return served_weights(policy.weights(), engine.info.dtype), None
+    return policy.weights(), engine.info.dtype
 
 
 def differing_weights(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

@@ -150,7 +150,8 @@ class SmallModel:
             for layer in network.layers
         ]
         self.spec = spec
-        self.layers = np.array([[0 if w is None else w.data_ptr() for w in layer] for layer in layers])
+        pointers = [[w.data_ptr() if isinstance(w, Tensor) else 0 for w in layer] for layer in layers]
+        self.layers = np.array(pointers)
         sizes = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.intermediate, spec.vocab_size)
         shared = (w.data_ptr() for w in (network.embedding, network.norm, network.head, rotations))
         self.model = np.array([*sizes, *shared, self.layers.ctypes.data])
@@ -161,7 +162,8 @@ class SmallModel:
         spec = network.spec
         usual = spec.design == BlockDesign() and not (spec.windows or spec.no_rope or spec.rotary or spec.query_scalar)
         matrices = [w for layer in network.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return usual and network.shard is None and all(w.t().is_contiguous() for w in (*matrices, network.head))
+        by_columns = all(isinstance(w, Tensor) and w.t().is_contiguous() for w in (*matrices, network.head))
+        return usual and network.shard is None and by_columns
 
     def logits(self, library: ctypes.CDLL, rows: Rows, kv: Tensor, size: int, span: int) -> Tensor:
         spec, tables = self.spec, rows.tables

@@ -31,6 +31,7 @@ from assay.engine.sampler import LOG_STEPS, Rows, StepOutput
 from assay.engine.sequence import BLOCK_SIZE, Kept, RowState, Sample, Stats
 from assay.models.decoder import rope_tables
 from assay.models.device import uses_triton
+from assay.models.fp8 import check_device
 from assay.models.parallel import TPShard
 from assay.models.spec import ModelSpec
 from assay.types import UserError
@@ -51,13 +52,17 @@ class NativeEngine(LocalEngine):
         shard = None if self.group is None else TPShard(spec, self.group)
         vocabulary, spec = spec.vocab_size, spec if shard is None else shard.spec
         ops = make_operations(spec, max_length, self.device, dtype)
-        self.network = FusedDecoder(spec, ops, self.device, dtype, shard)
+        if opts.quantize:
+            check_device(self.device, dtype, shard is not None)
+        self.network = FusedDecoder(spec, ops, self.device, dtype, shard, quantized=bool(opts.quantize))
         total = cache_blocks(spec, max_batch, max_length, self.device, dtype, opts.kv_cache_gib)
         if self.group is not None:
             (total,) = min_over_ranks([total], self.group)
         # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
         max_length = min(max_length, total * BLOCK_SIZE + 1)
-        self.info = EngineInfo(-1, max_length, max_batch, dtype, ALL_CAPABILITIES, vocabulary, self.device)
+        self.info = EngineInfo(
+            -1, max_length, max_batch, dtype, ALL_CAPABILITIES, vocabulary, self.device, opts.quantize
+        )
         self.blocks = Blocks(total, BLOCK_SIZE)
         chunk = opts.prefill_tokens or PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)

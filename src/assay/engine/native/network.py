@@ -25,9 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.models.decoder import GATES, embedding_scale, rms_norm
+from assay.models.fp8 import SCALES, Fp8Matrix
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
+Matrix = Tensor | Fp8Matrix
 SMALL_MATRIX = 2**18  # elements that fit into the cache of one core
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d], window, scale) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor, int, float | None], Tensor]
@@ -138,17 +140,25 @@ class TritonOperations:
 
 class FusedLayer:
     def __init__(
-        self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shard: TPShard | None
+        self,
+        spec: ModelSpec,
+        index: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        shard: TPShard | None,
+        quantized: bool,
     ) -> None:
         new = partial(new_weight, device=device, dtype=dtype)
+        matrix: Callable[[int, int], Matrix] = partial(Fp8Matrix.zeros, device=device) if quantized else new
         self.spec, self.index, self.shard = spec, index, shard
         self.window, self.scale, self.rope_table = spec.window(index), spec.attention_scale, spec.rope_table(index)
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.sizes = [queries, keys, keys]
-        self.qkv, self.out = new(queries + 2 * keys, spec.hidden), new(spec.hidden, queries)
+        self.qkv, self.out = matrix(queries + 2 * keys, spec.hidden), matrix(spec.hidden, queries)
         self.qkv_bias = new(queries + 2 * keys) if spec.qkv_bias else None
         self.out_bias = new(spec.hidden) if spec.out_bias else None
-        self.gate_up, self.down = new(2 * spec.intermediate, spec.hidden), new(spec.hidden, spec.intermediate)
+        self.gate_up = matrix(2 * spec.intermediate, spec.hidden)
+        self.down = matrix(spec.hidden, spec.intermediate)
         self.gate_up_bias = new(2 * spec.intermediate) if spec.mlp_bias else None
         self.down_bias = new(spec.hidden) if spec.mlp_bias else None
         self.norms = [new(spec.hidden) if name else None for name in spec.design.norms]
@@ -156,10 +166,10 @@ class FusedLayer:
         self.q_norm = new(widths[0]) if spec.qk_norm else None
         self.k_norm = new(widths[1]) if spec.qk_norm else None
 
-    def canonical(self) -> dict[str, Tensor]:
+    def canonical(self) -> dict[str, Matrix]:
         """Views of the weights under their Hugging Face names."""
         design, prefix = self.spec.design, f"model.layers.{self.index}."
-        names: dict[str, Tensor | None] = {
+        names: dict[str, Matrix | None] = {
             **{f"{name}.weight": norm for name, norm in zip(design.norms, self.norms, strict=True)},
             "self_attn.q_norm.weight": self.q_norm,
             "self_attn.k_norm.weight": self.k_norm,
@@ -185,12 +195,12 @@ class FusedLayer:
         q = self.store(x, at, ops, kv)
         attended = attend(kv, q, self.window, self.scale).flatten(1)
         x = self.add(x, attended, self.out, self.out_bias, self.norms[1], ops)
-        gate_up = F.linear(self.normed(x, 2, ops), self.gate_up, self.gate_up_bias)
+        gate_up = product(self.normed(x, 2, ops), self.gate_up, self.gate_up_bias)
         return self.add(x, ops.activate(gate_up), self.down, self.down_bias, self.norms[3], ops)
 
     def store(self, x: Tensor, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
         """Return the queries; keys and values are stored in the cache."""
-        qkv = F.linear(self.normed(x, 0, ops), self.qkv, self.qkv_bias)
+        qkv = product(self.normed(x, 0, ops), self.qkv, self.qkv_bias)
         if not self.spec.design.qk_norm_over_heads:
             return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv, self.rope_table)
         for part, weight in zip(qkv.split(self.sizes, dim=1), (self.q_norm, self.k_norm), strict=False):
@@ -204,12 +214,12 @@ class FusedLayer:
         return x if weight is None else ops.norm(x, weight)
 
     def add(
-        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, ops: Operations
+        self, x: Tensor, y: Tensor, weight: Matrix, bias: Tensor | None, norm: Tensor | None, ops: Operations
     ) -> Tensor:
         """x + norm(y @ weight.T + bias), in place."""
         if norm is None:
             return residual(x, y, weight, bias, self.shard)
-        y = F.linear(y, weight)
+        y = product(y, weight)
         if self.shard is not None:
             y = self.shard.sum_(y)
         return x.add_(ops.norm(y if bias is None else y.add_(bias), norm))
@@ -223,6 +233,7 @@ class FusedDecoder:
         device: torch.device,
         dtype: torch.dtype,
         shard: TPShard | None = None,
+        quantized: bool = False,
     ) -> None:
         """With `shard`, `spec` has the heads and MLP of this rank, and the whole vocabulary."""
         self.spec, self.ops, self.shard = spec, ops, shard
@@ -231,11 +242,11 @@ class FusedDecoder:
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
         self.scale = embedding_scale(spec, dtype) if spec.design.scaled_embedding else None
-        self.layers = [FusedLayer(spec, index, device, dtype, self.shard) for index in range(spec.layers)]
+        self.layers = [FusedLayer(spec, index, device, dtype, shard, quantized) for index in range(spec.layers)]
 
-    def canonical(self) -> dict[str, Tensor]:
+    def canonical(self) -> dict[str, Matrix]:
         """Every weight once, under its Hugging Face name, as a view of the served weights."""
-        names = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        names: dict[str, Matrix] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.spec.tied:
             names["lm_head.weight"] = self.head
         for layer in self.layers:
@@ -243,8 +254,14 @@ class FusedDecoder:
         return names
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every full weight, one at a time. All ranks of a group must iterate together."""
+        """Every full weight, one at a time, quantized ones with their scales. All ranks of a group must iterate
+        together.
+        """
         for name, weight in self.canonical().items():
+            if isinstance(weight, Fp8Matrix):
+                yield name, weight.codes
+                yield name + SCALES, weight.scales
+                continue
             yield name, weight if self.shard is None else self.shard.full(name, weight)
 
     def forward(self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> Tensor:
@@ -283,8 +300,15 @@ def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, device=device, dtype=dtype)
 
 
-def residual(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shard: TPShard | None) -> Tensor:
+def product(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T (+ bias)"""
+    return weight.product(x, bias) if isinstance(weight, Fp8Matrix) else F.linear(x, weight, bias)
+
+
+def residual(x: Tensor, y: Tensor, weight: Matrix, bias: Tensor | None, shard: TPShard | None) -> Tensor:
     """x + y @ weight.T (+ bias), in place: one operation if there is no bias and a single rank."""
+    if isinstance(weight, Fp8Matrix):
+        return x.add_(weight.product(y, bias))
     if shard is not None:
         x.add_(shard.sum_(F.linear(y, weight)))
         return x if bias is None else x.add_(bias)
