@@ -10,8 +10,8 @@ import pytest
 from small_run import SmallRuns
 
 from assay.build.cost import Speeds, Work, predict
+from assay.build.dry_run import group_tokens, measure
 from assay.build.run import assemble
-from assay.build.speeds import group_tokens, measure
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.engine.base import SamplingParams

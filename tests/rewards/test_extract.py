@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.rewards.extract import EXTRACTORS, extract
+from assay.rewards.verifiers import EXTRACTORS, extract
 from assay.types import Status
 
 FOUND = [

@@ -25,7 +25,7 @@ from assay.server.service import api_key_of
 from assay.server.trainer_api import EngineControl
 from assay.system import http_server
 from assay.system.http_server import bind
-from assay.system.pipe_messages import LoopPipe
+from assay.system.spawn import LoopPipe
 from assay.types import UserError
 
 

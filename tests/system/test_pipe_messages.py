@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from assay.system.pipe_messages import MAX_JSON, BadMessage, JsonReader, LoopPipe, encode_json, send_bytes, send_json
+from assay.system.spawn import MAX_JSON, BadMessage, JsonReader, LoopPipe, encode_json, send_bytes, send_json
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from assay.system.pipe_messages import receive, send
 from assay.system.spawn import (
     ChildProcess,
     RemoteWorker,
     WorkerDied,
     exit_reason,
     ignore_stop_signals,
+    receive,
     reply,
+    send,
     take_pipes,
 )
 

@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from assay.tasks import Abacus
 from assay.text import word_tokenizer
-from assay.text.stream import WINDOW, Detokenizer, TextStream, text_before_stop
+from assay.text.tokenizer import WINDOW, Detokenizer, TextStream, text_before_stop
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
