@@ -42,8 +42,7 @@ AREAS = {  # files of the source, and their tests
     "learner": ("assay/training/learner", ["training/learner"]),
     "scheduler": (
         "assay/engine/native/scheduler.py",
-        ["engine/native/test_scheduler.py"]
-        + [f"engine/test_{name}.py" for name in ("continuations", "failed_requests", "in_process")],
+        ["engine/native/test_scheduler.py"] + [f"engine/test_{name}.py" for name in ("continuations", "in_process")],
     ),
     "rewards": ("assay/rewards", ["rewards"]),
 }

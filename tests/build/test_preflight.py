@@ -1,15 +1,21 @@
-"""What is wrong with settings, folders and the user's own code is reported before weights are loaded."""
+"""What is wrong with settings, folders and the user's own code is reported before weights are loaded.
+
+The settings of an evaluation (`build.measure`), and errors of a lost peer (`build.execute`).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from permissions import public_folder, without_permission
 from small_run import SmallRuns
 
 from assay.build import run as run_module
+from assay.build.execute import is_lost_peer
+from assay.build.measure import measure_settings
 from assay.build.preflight import GIB, disk_warning, try_algorithm
 from assay.cli.main import main
 from assay.config import TrainConfig
@@ -188,3 +194,46 @@ def test_own_terms_are_tried_with_everything_that_a_recipe_provides(recipe: str,
     cfg.algo.terms = [f"{tmp_path}/own.py:Nan"]
     with pytest.raises(UserError, match="the loss term 'nan'"):
         try_algorithm(cfg, prompts, Verdict(0.0, Status.WRONG))
+
+
+# How a run ends
+
+
+def test_errors_of_a_lost_peer_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_lost_peer(gone)
+    assert not is_lost_peer(RuntimeError("shapes do not match")) and not is_lost_peer(ValueError("timed out"))
+    monkeypatch.delenv("WORLD_SIZE")
+    assert not is_lost_peer(gone)
+
+
+# Settings of an evaluation
+
+
+def test_options_replace_settings_of_the_config(tmp_path: Path) -> None:
+    config = tmp_path / "train.toml"
+    config.write_text(
+        '[task]\nname = "jsonl"\npath = "train.jsonl"\nargs = {answer_column = "gold"}\n[env]\nname = "calculator"\n'
+        '[prompt]\nstyle = "raw"\ntemplate = "{question} ####"\n[reward]\nextract = "hash"\nwrong = -1\n'
+        '[judge]\nurl = "http://127.0.0.1:1"\n[eval]\nfinal_examples = 5\nsamples = 4\n'
+    )
+
+    def settings(overrides: dict[str, Any] | None = None, data: str = "") -> Any:
+        return measure_settings(["run:none@0"], overrides or {}, data=data, config=config)
+
+    cfg = settings()  # not those of the run
+    assert (cfg.task.name, cfg.env.name, cfg.reward.wrong, cfg.eval.samples) == ("jsonl", "calculator", -1, 4)
+    assert cfg.judge.url == "http://127.0.0.1:1"  # the config is the user's own
+    cfg = settings({"reward.wrong": 0, "prompt": {"system": "Think."}})
+    assert (cfg.reward.wrong, cfg.reward.extract) == (0, "hash")
+    assert (cfg.prompt.system, cfg.prompt.template, cfg.prompt.style) == ("Think.", "", "auto")
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"question": "1 + 1", "gold": 2}\n')
+    cfg = settings(data=str(data))
+    assert (cfg.task.name, cfg.task.path, cfg.task.args) == ("jsonl", str(data), {"answer_column": "gold"})
+    assert (cfg.env.name, cfg.reward.wrong, cfg.eval.samples) == ("calculator", -1, 4)
+    assert (cfg.eval.final_split, cfg.eval.final_examples) == ("all", 0)
+    config.write_text('[task]\nname = "gsm8k"\nargs = {annotations = true}\n[reward]\nwrong = -1\n')
+    cfg = settings(data=str(data))
+    assert (cfg.task.name, cfg.task.args, cfg.reward.wrong) == ("jsonl", {}, -1)  # gsm8k has another format

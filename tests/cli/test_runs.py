@@ -195,11 +195,7 @@ def test_comparison_prints_the_paired_test_curves_and_settings(tmp_path: Path, s
     p_value = binomtest(8, 18).pvalue
     final = line_of(out, "two with one")
     assert "+5.0 [" in final and "+10 / -8" in final and f"{p_value:.2g}" in final and " 40 " in final
-    assert next(line.split() for line in out.splitlines() if line.startswith("optim.lr")) == [
-        "optim.lr",
-        "0.0001",
-        "0.0004",
-    ]
+    assert line_of(out, "optim.lr").split() == ["optim.lr", "0.0001", "0.0004"]
     assert "▁▁▂▂▃▃▄▄▅▅▆▆▇▇██ 0.01 to 1" in out and "length/truncated" in out
     picture = tmp_path / "compare-one-two.png"
     assert out.splitlines()[-1] == f"Picture of the curves: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
@@ -227,11 +223,7 @@ def test_different_questions_are_said_and_common_ones_compared(tmp_path: Path, s
     assert "The settings are equal." in out and not list(tmp_path.glob("*.png"))  # only with the word compare
     assert "only the 15 common questions count (5 only in one, 10 only in two)" in out
     assert "one and other have no question in common, so there is no paired test" in out
-    assert next(line for line in out.splitlines() if line.startswith("other with one")).split()[3:6] == [
-        "20",
-        "and",
-        "10",
-    ]
+    assert line_of(out, "other with one").split()[3:6] == ["20", "and", "10"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from assay.config import JudgeConfig
 from assay.rewards import CodeJudge, FunctionJudge, JudgePanel, JudgePool, MathJudge, RewardMix
 from assay.rewards.model_judge import ModelJudge
 from assay.rewards.pool import parse_verdict
-from assay.system.pipe_messages import BadMessage
+from assay.system.spawn import BadMessage
 from assay.types import Prompt, Status, UserError, Verdict
 
 

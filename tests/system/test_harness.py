@@ -17,7 +17,7 @@ from assay.system.harness import (
     difference,
     shown,
 )
-from assay.system.pipe_messages import BadMessage
+from assay.system.spawn import BadMessage
 
 
 def sent(value: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pool_functions import FailsToLoad, imports, work
 
-from assay.system.pipe_messages import BadMessage
 from assay.system.sandbox import Level, WorkerSettings, environment
+from assay.system.spawn import BadMessage
 from assay.system.worker_pool import MAX_CHUNK_CHARS, ItemFailure, StartFailed, WorkerPool, split_items
 
 

@@ -1,4 +1,4 @@
-"""The run object: status, curves, garbage collection; and what a checkpoint stores."""
+"""The run object: status, curves, garbage collection; what a checkpoint stores; and errors in callbacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from assay.runs import checkpoints
 from assay.runs.console import Console
 from assay.text import char_tokenizer
 from assay.training import run as train_run
+from assay.training.callbacks import Callback, as_callback, notify
 from assay.training.checkpoint import load_optimizer, read_state, save
 from assay.training.learner.optim import make_adamw, make_optimizer
 from assay.training.learner.update import Updater
@@ -166,3 +168,23 @@ def test_an_invalid_state_json_is_refused(tmp_path: Path, content: str) -> None:
     (folder / "state.json").write_text(content)
     with pytest.raises(UserError, match=r"state\.json is not the state of a run"):
         read_state(tmp_path, 3, STATE)
+
+
+# Callbacks: which objects are accepted, and errors in them. How runs call them is tested with the Python API
+
+
+def test_functions_are_called_after_steps_and_errors_name_the_hook() -> None:
+    calls: list[Any] = []
+    hooks = [as_callback(lambda *args: calls.append(args)), Callback()]
+    notify(hooks, "on_step", "run", 1, {"a": 2.0})
+    notify(hooks, "on_stop", "run", {})
+    assert calls == [("run", 1, {"a": 2.0})]
+
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("no")
+
+    with pytest.raises(UserError, match="broken failed: ZeroDivisionError: no"):
+        notify([as_callback(broken)], "on_step", "run", 1, {})
+    for wrong in (3, Callback):
+        with pytest.raises(UserError, match="must be a function"):
+            as_callback(wrong)

@@ -1,22 +1,26 @@
-"""The server of the page: who may ask for what."""
+"""The server of the page: who may ask for what; the runs that are shown, and the learning story of a question."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 import web_parts
+from permissions import public_folder, without_permission
 from starlette.testclient import TestClient
+from web_parts import answer, group_of, listed, make_run, prompt_of, standard_run
 
 from assay.runs import Run, write_rollouts
 from assay.system import http_server
-from assay.types import Group
-from assay.web.app import HEADERS, Library, make_app
+from assay.types import Group, Status
+from assay.web.app import HEADERS, Indexer, Library, StoryQuery, default_times, make_app, story
+from assay.web.data import RunView, ViewError
 
 TOKEN = "the-token-of-this-test"
 
@@ -253,3 +257,135 @@ def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatc
         finally:
             server.stop()
             thread.join()
+
+
+# The runs that are shown, and the thread that indexes them
+
+
+def test_runs_of_several_folders_have_different_ids(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        make_run(tmp_path / folder, "demo", 2)
+    library = Library([tmp_path / "a", tmp_path / "b" / "demo", tmp_path / "b"])
+    assert [(run["id"], run["name"]) for run in library.runs()["runs"]] == [("demo", "demo"), ("demo~2", "demo")]
+    assert library.view("demo~2").folder.path == tmp_path / "b" / "demo"
+    new = make_run(tmp_path / "a", "new", 1)  # appears without a restart, and does not change other ids
+    assert [view.id for view in library.views()] == ["demo", "new", "demo~2"]
+    (new / "config.toml").unlink()
+    (new / "metrics.jsonl").unlink()
+    (new / "environment.json").unlink()
+    with pytest.raises(ViewError, match="deleted"):
+        library.view("new")
+    assert [view.id for view in library.views()] == ["demo", "demo~2"]
+    with pytest.raises(ViewError, match="no run 'other'"):
+        library.view("other")
+
+
+def test_links_out_of_a_runs_folder_are_refused(tmp_path: Path) -> None:
+    outside = make_run(tmp_path / "elsewhere", "outside")
+    make_run(tmp_path / "runs", "inside")
+    (tmp_path / "runs" / "link").symlink_to(outside)
+    library = Library([tmp_path / "runs"])
+    shown = library.runs()
+    assert [run["id"] for run in shown["runs"]] == ["inside"]
+    assert str(outside) in shown["problems"][0]
+    # A folder that the user gives may be a link.
+    assert [view.id for view in Library([tmp_path / "runs" / "link"]).views()] == ["outside"]
+
+
+def test_runs_without_permission_are_named() -> None:
+    with public_folder() as folder:
+        denied, _ = make_run(folder, "denied"), make_run(folder, "shown")
+        library = Library([folder])
+        assert library.runs()["problems"] == []
+        with without_permission(denied):
+            answer = library.runs()
+            assert [run["id"] for run in answer["runs"]] == ["shown"]
+            (problem,) = answer["problems"]
+            assert problem.startswith(f"{denied} cannot be read (permission denied): run chmod -R u+rX {denied} if")
+        assert library.runs()["problems"] == []
+        view = library.view("denied")
+        with without_permission(denied), pytest.raises(ViewError, match="permission denied"):
+            library.view(view.id)
+
+
+def eventually(view: RunView, total: int) -> None:
+    deadline = time.monotonic() + 60
+    while listed(view)["total"] != total:
+        assert time.monotonic() < deadline, listed(view)["total"]
+        time.sleep(0.02)
+
+
+def test_runs_are_indexed_in_a_thread_while_they_grow(tmp_path: Path) -> None:
+    path = standard_run(tmp_path / "runs")
+    (view,) = Library([tmp_path / "runs"]).views()
+    eventually(view, 12)
+    write_rollouts(path, 4, [group_of("p9", ["ok"])])
+    eventually(view, 13)
+
+
+def test_a_run_that_cannot_be_indexed_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexer = Indexer()
+    broken = RunView("broken", standard_run(tmp_path / "a"), indexer.request)
+    intact = RunView("intact", standard_run(tmp_path / "b"), indexer.request)
+
+    def fail(seconds: float = 0.5) -> bool:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(broken, "update_index", fail)
+    assert listed(broken)["total"] == 0
+    eventually(intact, 12)
+    assert any("MemoryError" in problem for problem in broken.detail()["problems"])
+
+
+# The learning story of a question: at which times it was answered, and which answers are shown
+
+
+OK, WRONG = Status.OK, Status.WRONG
+
+
+def run_of(folder: Path, *steps: list[Status]) -> RunView:
+    """A run in which one question is answered in each step."""
+    path, prompt = make_run(folder, steps=len(steps)), prompt_of("p")
+    for step, statuses in enumerate(steps, start=1):
+        rollouts = [answer(prompt, n, f"step {step} answer {n}", status) for n, status in enumerate(statuses)]
+        write_rollouts(path, step, [Group(prompt, rollouts)])
+    return RunView("one", path)
+
+
+def test_the_story_has_the_majority_and_the_first_correct_answer(tmp_path: Path) -> None:
+    view = run_of(tmp_path, [WRONG, WRONG, WRONG], [WRONG, WRONG, OK], [OK, WRONG, WRONG], [WRONG, OK, OK])
+    found = story(view, StoryQuery(prompt="p"))
+    assert [(time["step"], time["correct"], time["count"]) for time in found["times"]] == [
+        *((1, 0, 3), (2, 1, 3), (3, 1, 3), (4, 2, 3))
+    ]
+    assert [one["text"] for one in found["answers"]] == [
+        *("step 1 answer 0", "step 2 answer 2", "step 3 answer 1", "step 4 answer 1")
+    ]
+    assert found["first_correct"] == 1 and [one["is_first_correct"] for one in found["answers"]] == [0, 1, 0, 0]
+    assert found["prompt"]["messages"][-1]["content"] == "what is p?"
+
+
+def test_chosen_times_are_shown_in_the_order_of_the_run(tmp_path: Path) -> None:
+    view = run_of(tmp_path, [WRONG], [WRONG], [OK])
+    found = story(view, StoryQuery.model_validate({"prompt": "p", "at": "3,1,99"}))
+    assert [one["step"] for one in found["answers"]] == [1, 3] and len(found["times"]) == 3
+
+
+def test_evaluations_are_times_of_the_story(tmp_path: Path) -> None:
+    found = story(RunView("one", standard_run(tmp_path)), StoryQuery(prompt="q1"))
+    assert [(time["at"], time["label"], time["correct"]) for time in found["times"]] == [
+        ("step-000000-before-test", "before", 0),
+        ("step-000003-after-test", "after", 1),
+    ]
+
+
+def test_a_question_without_answers_has_no_times(tmp_path: Path) -> None:
+    found = story(RunView("one", standard_run(tmp_path)), StoryQuery(prompt="unknown"))
+    assert found["times"] == found["answers"] == [] and found["first_correct"] is None
+
+
+@pytest.mark.parametrize("first", [None, 0, 7, 99])
+def test_the_first_the_last_and_the_first_correct_time_are_shown_by_default(first: int | None) -> None:
+    keys = [str(number) for number in range(100)]
+    chosen = default_times(keys, first)
+    assert {"0", "99"} <= chosen and (first is None or str(first) in chosen) and 6 <= len(chosen) <= 7

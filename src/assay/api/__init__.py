@@ -1,14 +1,10 @@
 """The Python API: what `import assay` exports, on top of the same components as the command line.
 
-arguments   Python arguments -> settings
-errors      error messages that name Python arguments and objects
-data        rows and models in memory -> files that settings can name
-training    train, sft, session: a run from arguments
+arguments   Python arguments -> settings; rows and models of a program -> files that settings can name; error messages
+training    train, sft: a run from arguments; a run on the disk, which shows and measures itself
 session     the steps of a run, for your own training loop
-saved       a run on the disk, which shows and measures itself
-models      load, generate
+models      load, generate, serve
 evaluation  evaluate, score
-serving     serve
 inspection  doctor, compare
-html        what objects show in notebooks
+notebook    what objects show in notebooks
 """

@@ -23,7 +23,7 @@ from assay.build.measure import inherited_settings
 from assay.config import MeasureConfig, ServeConfig, TrainConfig
 from assay.config.settings import PYTHON, toml_value
 from assay.runs.console import Console
-from assay.text.stream import text_before_stop
+from assay.text.tokenizer import text_before_stop
 from assay.types import Closeable, Completion, Finish, Prompt, UserError, excerpt, missing_extra, plural
 
 if TYPE_CHECKING:  # torch is imported when a model is loaded

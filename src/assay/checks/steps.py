@@ -294,15 +294,13 @@ def learning_rate_high(run: RunHistory) -> Diagnosis | None:
     starts = range(0, len(run.steps) - SHORT - BEST + 1, BEST // 2)
     earlier = [*(run.steps[start : start + BEST] for start in starts), run.steps[: BEST // 2]]
     best = max(earlier, key=lambda rows: mean_of(rows, "reward/mean"))
-    fall, prompts = mean_of(best, "reward/mean") - mean_of(last, "reward/mean"), setting(run.config, "train.prompts")
-    error = math.hypot(*(sampling_error(rows, prompts or 1) for rows in (best, last)))
-    if fall < DROP * scale or fall < CERTAIN * error:
-        return None
-    signs = instabilities(Window(last, best, run.config))
-    if not signs:
-        return None
     reward, peak = mean_of(last, "reward/mean"), mean_of(best, "reward/mean")
+    prompts = setting(run.config, "train.prompts") or 1
+    error = math.hypot(*(sampling_error(rows, prompts) for rows in (best, last)))
     window = Window(last, best, run.config)
+    signs = instabilities(window)
+    if peak - reward < max(DROP * scale, CERTAIN * error) or not signs:
+        return None
     return Diagnosis(
         "learning_rate_high",
         f"the mean reward fell from {peak:.3g} (steps {best[0]['step']} to {best[-1]['step']}) to {reward:.3g} "

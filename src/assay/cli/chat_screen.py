@@ -25,7 +25,7 @@ from assay.rollout import Limits, with_stops
 from assay.rollout.episodes import Episode, EpisodeRules, GroupPlayer
 from assay.runs.console import one_line, printable, raw_stream
 from assay.text import Renderer
-from assay.text.stream import TextStream
+from assay.text.tokenizer import TextStream
 from assay.types import Finish, Message, Prompt, UserError, Verdict, excerpt, plural
 
 INSERTED = "dim"  # style of text that the environment wrote

@@ -18,8 +18,8 @@ from assay.envs.base import Env, Info, Observation, Step, TaskEnv, as_messages, 
 from assay.rewards import Unreadable, extract, load_object
 from assay.rewards.expressions import calculate, format_number, run_python
 from assay.system.awaiting import resolve, submit
-from assay.system.pipe_messages import BadMessage
 from assay.system.sandbox import WorkerSettings, environment
+from assay.system.spawn import BadMessage
 from assay.system.worker_pool import ItemFailure, WorkerPool
 from assay.tasks import Task, make_task
 from assay.tasks.datasets import PREFIX

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from assay.rewards.extract import Extraction
 from assay.rewards.numeric import UnreadableGold
+from assay.rewards.verifiers import Extraction
 from assay.system.code_runner import ProgramLimits, ProgramResult, ProgramRunner, RunnerLost, start_runner
 from assay.system.sandbox import in_worker
 from assay.types import Status, UserError, Verdict

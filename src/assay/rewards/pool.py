@@ -30,8 +30,8 @@ from assay.rewards.judge import (
     sees_group,
 )
 from assay.system.awaiting import resolve, then, together
-from assay.system.pipe_messages import BadMessage
 from assay.system.sandbox import Level, WorkerSettings, environment
+from assay.system.spawn import BadMessage
 from assay.system.worker_pool import ItemFailure, StartFailed, WorkerPool
 from assay.types import Closeable, Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
 

@@ -17,7 +17,7 @@ from typing import Any
 from assay.engine.base import Decode, TokenChunk, TokenScores
 from assay.server.protocol import CompletionRequest
 from assay.text import Renderer
-from assay.text.stream import REPLACEMENT, Detokenizer, TextStream, text_before_stop
+from assay.text.tokenizer import REPLACEMENT, Detokenizer, TextStream, text_before_stop
 from assay.types import Completion
 
 DONE = b"data: [DONE]\n\n"

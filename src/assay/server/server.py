@@ -30,8 +30,7 @@ from assay.server.service import SIZE, Metrics, Service, failure
 from assay.server.trainer_api import EngineControl
 from assay.system import http_server
 from assay.system.http_server import serve_until_stopped
-from assay.system.pipe_messages import LoopPipe, receive
-from assay.system.spawn import ChildProcess, ignore_stop_signals, take_pipes
+from assay.system.spawn import ChildProcess, LoopPipe, ignore_stop_signals, receive, take_pipes
 from assay.text import Renderer
 from assay.types import Completion, UserError, describe_error
 

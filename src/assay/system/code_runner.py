@@ -25,9 +25,18 @@ from typing import Any, NoReturn
 
 from assay.system import isolation
 from assay.system.harness import ProgramConnection, ProgramServer, run_tests
-from assay.system.pipe_messages import BadMessage, JsonReader, receive, send_json
 from assay.system.sandbox import environment
-from assay.system.spawn import ChildProcess, exit_reason, fork_under_supervisor, ignore_stop_signals, take_pipes
+from assay.system.spawn import (
+    BadMessage,
+    ChildProcess,
+    JsonReader,
+    exit_reason,
+    fork_under_supervisor,
+    ignore_stop_signals,
+    receive,
+    send_json,
+    take_pipes,
+)
 from assay.types import UserError
 
 GRACE_S = 1.0  # after the time limit, for the tests to report it

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from assay.system.pipe_messages import BadMessage, JsonReader, encode_json, send_bytes, send_json
+from assay.system.spawn import BadMessage, JsonReader, encode_json, send_bytes, send_json
 from assay.types import clip, describe_error, excerpt
 
 MODULE = "program"  # the program's __name__

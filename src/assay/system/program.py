@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from assay.system.pipe_messages import send
-from assay.system.spawn import KILL_LIMIT_S, STOP_SIGNALS, ChildProcess, exit_reason, fork_under_supervisor
+from assay.system.spawn import KILL_LIMIT_S, STOP_SIGNALS, ChildProcess, exit_reason, fork_under_supervisor, send
 
 PF_EXITING = 0x4  # flag of Linux in /proc/PID/stat: set before the files of the process are closed
 STOP_S = 10.0  # seconds that a program gets after SIGTERM

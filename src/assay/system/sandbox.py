@@ -27,8 +27,15 @@ from typing import Any, Literal
 
 from assay.system import isolation
 from assay.system.awaiting import value_of
-from assay.system.pipe_messages import encode_json, receive, send_bytes, send_json
-from assay.system.spawn import fork_under_supervisor, ignore_stop_signals, take_pipes
+from assay.system.spawn import (
+    encode_json,
+    fork_under_supervisor,
+    ignore_stop_signals,
+    receive,
+    send_bytes,
+    send_json,
+    take_pipes,
+)
 from assay.types import UserError, describe_error
 
 Level = Literal["strict", "basic", "off"]

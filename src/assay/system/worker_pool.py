@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from assay.system.pipe_messages import BadMessage, JsonReader
 from assay.system.sandbox import Level, WorkerSettings
-from assay.system.spawn import ChildProcess
+from assay.system.spawn import BadMessage, ChildProcess, JsonReader
 from assay.types import UserError
 
 T = TypeVar("T")

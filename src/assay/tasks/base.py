@@ -13,8 +13,8 @@ from functools import partial, wraps
 from typing import Any, overload
 
 from assay.rewards import CodeJudge, CountdownJudge, Judge, MathJudge
-from assay.rewards.extract import check_extractor
 from assay.rewards.judge import judged_fields
+from assay.rewards.verifiers import check_extractor
 from assay.system.awaiting import resolve, together
 from assay.types import Prompt, UserError, Verdict, describe_user_error, plural
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from assay.rewards import FunctionJudge, Judge, load_object
-from assay.rewards.extract import boxed
-from assay.rewards.verifiers import INDEX, SEED, SIZE, ReasoningGymJudge, dataset, entry
+from assay.rewards.verifiers import INDEX, SEED, SIZE, ReasoningGymJudge, boxed, dataset, entry
 from assay.tasks.base import BOXED_INSTRUCTION, SPLITS, GeneratedTask, named_judge, stable_hash, state_answer
 from assay.tasks.sources import (
     MANIFEST,

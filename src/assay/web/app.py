@@ -34,7 +34,7 @@ from assay.system.http_server import is_loopback, is_same_origin
 from assay.types import describe_error
 from assay.web.data import MetricsQuery, RunView, ViewError, compare, plain, shortened
 from assay.web.folder import is_run_folder
-from assay.web.index import SKIPPED, TRAIN, Place, activity
+from assay.web.index import SKIPPED, TRAIN, activity
 from assay.web.table import OK, CompareQuery, Names, PromptsQuery, RolloutsQuery, RolloutTable, Text
 
 STATIC = Path(__file__).parent / "static"
@@ -427,15 +427,12 @@ def times_of(table: RolloutTable, prompt: str) -> list[dict[str, Any]]:
         if place.source == SKIPPED:
             continue
         correct = int((table.rows["status"][part] == OK).sum())
-        facts = {"at": time_key(place), "step": place.step, "source": place.source, "label": place.label or "training"}
+        at = str(place.step) if place.source == TRAIN else place.source
+        facts = {"at": at, "step": place.step, "source": place.source, "label": place.label or "training"}
         found.append(
             (place.step, place.order, {**facts, "correct": correct, "count": len(part), "rows": part.tolist()})
         )
     return [moment for _, _, moment in sorted(found, key=lambda entry: entry[:2])]
-
-
-def time_key(place: Place) -> str:
-    return str(place.step) if place.source == TRAIN else place.source
 
 
 def default_times(keys: list[str], first_correct: int | None) -> set[str]:

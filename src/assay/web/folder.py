@@ -25,7 +25,7 @@ from assay.checks.causes import FIRST
 from assay.runs.directory import access_problem, facts_of, is_locked, setting, state_of
 from assay.runs.files import from_json, json_lines
 from assay.runs.resolve import PREFIX, split_tag
-from assay.text.stream import REPLACEMENT, Detokenizer
+from assay.text.tokenizer import REPLACEMENT, Detokenizer
 from assay.types import UserError, describe_error, hide_credentials, unknown_name
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not

@@ -53,7 +53,7 @@ from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.mesh import gathered, shared_result
 from assay.models.base import PolicyModel
 from assay.system.openai_client import key_of
-from assay.types import Completion, UserError
+from assay.types import Completion, UserError, missing_extra
 
 T = TypeVar("T")
 ATTEMPTS = 4  # of a request whose connection is lost
@@ -147,7 +147,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
                 f"{self.kind} has no float64: set engine.dtype to float32 or bfloat16, or use another engine"
             )
         if importlib.util.find_spec("httpx") is None:
-            raise self.missing_httpx()
+            raise missing_extra(f"engine {self.kind.lower()}", self.extra or self.section)
         self.options, self.settings, self.ranks = options, settings, Ranks(options.group)
         self.leads, self.asleep, self.sent = self.ranks.leads, False, set()
         self.size = model.parameter_count * options.dtype.itemsize

@@ -46,7 +46,7 @@ from assay.system.openai_client import (
     read_answer,
     read_lines,
 )
-from assay.types import UserError, describe_error, excerpt, hide_credentials, missing_extra, plural
+from assay.types import UserError, describe_error, excerpt, hide_credentials, plural
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Collection[Any])
@@ -348,9 +348,6 @@ class HttpServers:
         client = new_client(url, api_key, proxies=not (nodes_folder() or cluster_engines()))
         self._secrets |= {api_key, query, urlsplit(url).password or ""}
         return Server(hide_credentials(url), client, query)
-
-    def missing_httpx(self) -> UserError:
-        return missing_extra(f"engine {self.kind.lower()}", self.extra or self.section)
 
     def _content(self, server: Server, path: str, answer: Answer, is_json: bool = True) -> Any:
         status = answer.status_code

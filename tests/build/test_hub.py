@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hub_server import Uploads, upload_hub
 
-from assay.integrations.hub import HubRepository
+from assay.build.export import HubRepository
 from assay.types import UserError
 
 
