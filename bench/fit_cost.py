@@ -20,7 +20,7 @@ import numpy as np
 from assay.bench.workload import SHAPES, Workload
 from assay.build import plan
 from assay.build.cost import Line
-from assay.build.plan import GPUS, MEASURED_ON, Cluster, Job, decode_features, decoding, prefill, train_features
+from assay.build.plan import GPUS, MEASURED_ON, Cluster, StepWork, decode_features, decoding, prefill, train_features
 from assay.build.simulate import Pipeline, Simulation
 
 RESULTS = Path(__file__).parent / "results"
@@ -119,11 +119,11 @@ def predicted(row: dict[str, Any]) -> tuple[str, float, float] | None:
         length = int(size.split("x")[1])
         return "tokens/s", 1 / plan.train_seconds(SHAPES[shape](), GPU, length), row["tokens_per_s"]
     prompts, samples, new = map(int, size.split("x"))
-    spec, job = SHAPES[shape](), Job(prompts, samples, 128, new, [new])
-    learner = plan.fit_learner(spec, job, Cluster(), 1)
+    spec, work = SHAPES[shape](), StepWork(prompts, samples, 128, new, [new])
+    learner = plan.fit_learner(spec, work, Cluster(), 1)
     assert learner is not None
     tokens = prompts * (128 + samples * new)
-    update = plan.update_line(spec, job, Cluster(), learner).at(tokens)
+    update = plan.update_line(spec, work, Cluster(), learner).at(tokens)
     generation = generation_seconds(Workload(shape=shape, prompts=prompts, samples=samples, new=new))
     return "s per step", generation + update + plan.sync_seconds(spec, Cluster()), row["step_s"]
 

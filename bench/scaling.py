@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.bench.workload import SHAPES
-from assay.build.plan import Cluster, Job, layouts, sync_seconds
+from assay.build.plan import Cluster, StepWork, layouts, sync_seconds
 from assay.build.simulate import simulate
 from assay.runs.rollouts import read_rollouts, rollout_steps
 
@@ -29,9 +29,9 @@ def lengths_of(run: Path, stretch: float) -> list[int]:
 
 def row(shape: str, gpus: int, prompts: int, samples: int, lengths: list[int], staleness: int) -> dict[str, Any]:
     spec, cluster = SHAPES[shape](), Cluster(gpus)
-    job = Job(prompts, samples, 256, max(lengths), lengths)
-    best = next(made for made in layouts(spec, job, cluster, staleness) if not made.colocated)
-    turns = next((made.result.step for made in layouts(spec, job, cluster, 0)), None)
+    work = StepWork(prompts, samples, 256, max(lengths), lengths)
+    best = next(made for made in layouts(spec, work, cluster, staleness) if not made.colocated)
+    turns = next((made.result.step for made in layouts(spec, work, cluster, 0)), None)
     found, delta = best.result, sync_seconds(spec, cluster, SHARE)
     made = {
         "shape": shape,

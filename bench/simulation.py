@@ -262,9 +262,9 @@ def both(name: str, measured: float, simulated: float) -> dict[str, Any]:
 
 def real_run(config: str, options: list[str]) -> dict[str, Any]:
     """Measure the speeds of a run with one server, run it, and simulate it with the lengths of its answers."""
+    from assay.build.dry_run import measure
     from assay.build.models import model_source
     from assay.build.run import assemble
-    from assay.build.dry_run import measure
     from assay.config import TrainConfig
     from assay.config.settings import load_settings
     from assay.runs.console import Console

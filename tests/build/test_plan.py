@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from assay.bench.workload import SHAPES
 from assay.build import plan
-from assay.build.plan import GIB, GPUS, STATES, Cluster, Job, fit_engine, fit_learner, layouts, update_line
+from assay.build.plan import GIB, GPUS, STATES, Cluster, StepWork, fit_engine, fit_learner, layouts, update_line
 from assay.build.simulate import drawn_lengths
 from assay.models import Decoder
 from assay.types import UserError
 
 SEVEN, H200, H100 = SHAPES["7b"](), GPUS["h200"], GPUS["h100"]
-JOB = Job(64, 8, 256, 1024, drawn_lengths(512, 1024, 50))
+WORK = StepWork(64, 8, 256, 1024, drawn_lengths(512, 1024, 50))
 
 
 def test_the_factors_are_those_of_the_measurements() -> None:
@@ -44,41 +44,41 @@ def test_the_work_of_a_token_is_what_torch_counts(shape: str) -> None:
 
 
 def test_an_engine_takes_as_few_gpus_as_hold_it() -> None:
-    alone = fit_engine(SEVEN, JOB, H200, 8)
+    alone = fit_engine(SEVEN, WORK, H200, 8)
     assert alone is not None and alone.tp == 1
     assert alone.weights == pytest.approx(2 * SEVEN.parameters / GIB)
     assert alone.weights + alone.cache < H200.memory
     bytes_per_token = 2 * 28 * 4 * 128 * 2  # keys and values, layers, heads, bfloat16
-    assert alone.rows == min(1024, int(alone.cache * GIB / bytes_per_token / (256 + JOB.mean)))
+    assert alone.rows == min(1024, int(alone.cache * GIB / bytes_per_token / (256 + WORK.mean)))
     small = GPUS["rtx4090"]
-    shared = fit_engine(SEVEN, replace(JOB, limit=50_000), small, 8)
+    shared = fit_engine(SEVEN, replace(WORK, limit=50_000), small, 8)
     assert shared is not None and shared.tp == 2
-    assert fit_engine(SEVEN, replace(JOB, limit=1_000_000), small, 1) is None
+    assert fit_engine(SEVEN, replace(WORK, limit=1_000_000), small, 1) is None
 
 
 def test_learners_take_the_fastest_setting_that_fits() -> None:
-    small = fit_learner(SHAPES["0.5b"](), JOB, Cluster(), 1)
+    small = fit_learner(SHAPES["0.5b"](), WORK, Cluster(), 1)
     assert small is not None and (small.precision, small.recompute) == ("float32", False)
-    seven = fit_learner(SEVEN, JOB, Cluster(), 1)
+    seven = fit_learner(SEVEN, WORK, Cluster(), 1)
     assert seven is not None and seven.precision == "8bit" and not seven.recompute
-    tight = fit_learner(SEVEN, replace(JOB, limit=3000), Cluster(gpu="h100"), 1)
+    tight = fit_learner(SEVEN, replace(WORK, limit=3000), Cluster(gpu="h100"), 1)
     assert tight is not None and tight.precision == "bfloat16" and not tight.recompute
-    shared = fit_learner(SEVEN, JOB, Cluster(8, "h100"), 8)
+    shared = fit_learner(SEVEN, WORK, Cluster(8, "h100"), 8)
     assert shared is not None and shared.precision == "float32"
     assert shared.parts["weights, gradients, optimizer"] == pytest.approx(
         STATES["float32"] * SEVEN.parameters / 8 / GIB
     )
     for fit, gpu in ((small, H200), (seven, H200), (tight, H100), (shared, H100)):
-        assert fit.peak < gpu.memory and fit.budget >= JOB.longest
-    assert fit_learner(SEVEN, JOB, Cluster(gpu="rtx4090"), 1) is None
+        assert fit.peak < gpu.memory and fit.budget >= WORK.longest
+    assert fit_learner(SEVEN, WORK, Cluster(gpu="rtx4090"), 1) is None
 
 
 def test_updates_are_divided_and_held_up_by_the_network() -> None:
     def seconds(gpus: int, per_node: int) -> float:
         cluster = Cluster(gpus, "h200", per_node)
-        fit = fit_learner(SEVEN, JOB, cluster, gpus)
+        fit = fit_learner(SEVEN, WORK, cluster, gpus)
         assert fit is not None
-        return update_line(SEVEN, JOB, cluster, replace(fit, budget=2048, recompute=False)).at(10**6)
+        return update_line(SEVEN, WORK, cluster, replace(fit, budget=2048, recompute=False)).at(10**6)
 
     assert seconds(8, 8) == pytest.approx(seconds(1, 8) / 8, rel=0.1)
     assert seconds(8, 1) > 1.5 * seconds(8, 8)
@@ -87,7 +87,7 @@ def test_updates_are_divided_and_held_up_by_the_network() -> None:
 def test_divisions_use_all_gpus_and_more_of_them_are_faster() -> None:
     fastest = []
     for gpus in (1, 4, 8):
-        found = layouts(SEVEN, JOB, Cluster(gpus))
+        found = layouts(SEVEN, WORK, Cluster(gpus))
         assert [made.result.step for made in found] == sorted(made.result.step for made in found)
         for made in found:
             together = made.engine_gpus + made.learner_gpus
@@ -95,7 +95,7 @@ def test_divisions_use_all_gpus_and_more_of_them_are_faster() -> None:
         assert any(made.colocated for made in found) and (gpus == 1) == all(made.colocated for made in found)
         fastest.append(found[0].result.step)
     assert fastest[0] > 2 * fastest[1] > 2 * fastest[2]
-    assert all(made.colocated for made in layouts(SEVEN, JOB, Cluster(8), staleness=0))
+    assert all(made.colocated for made in layouts(SEVEN, WORK, Cluster(8), staleness=0))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_divisions_use_all_gpus_and_more_of_them_are_faster() -> None:
 )
 def test_what_does_not_fit_is_refused(cluster: Cluster, limit: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        layouts(SEVEN, replace(JOB, limit=limit), cluster)
+        layouts(SEVEN, replace(WORK, limit=limit), cluster)
 
 
 def test_unknown_gpus_are_refused() -> None:

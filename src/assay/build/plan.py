@@ -84,7 +84,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Job:
+class StepWork:
     """What is trained on. `lengths`: of answers, of which a simulation draws."""
 
     prompts: int
@@ -95,7 +95,7 @@ class Job:
     passes: int = 1
 
     @classmethod
-    def of(cls, prompts: int, samples: int, prompt_tokens: int, limit: int, mean: float) -> Job:
+    def of(cls, prompts: int, samples: int, prompt_tokens: int, limit: int, mean: float) -> StepWork:
         return cls(prompts, samples, prompt_tokens, limit, drawn_lengths(mean, limit))
 
     @property
@@ -173,7 +173,7 @@ class EngineFit:
     rows: int  # sequences that fit into the KV cache
 
 
-def fit_engine(spec: ModelSpec, job: Job, gpu: Gpu, per_node: int) -> EngineFit | None:
+def fit_engine(spec: ModelSpec, work: StepWork, gpu: Gpu, per_node: int) -> EngineFit | None:
     """On as few GPUs as hold the weights and sequences of full length. None if no number does."""
     per_token = kv_bytes(spec, torch.bfloat16)
     for tp in TENSOR_PARALLEL:
@@ -182,8 +182,8 @@ def fit_engine(spec: ModelSpec, job: Job, gpu: Gpu, per_node: int) -> EngineFit 
         weights = 2 * spec.parameters / tp
         cache = (MEMORY_SHARE * gpu.memory - OTHER_GIB) * GIB - weights
         # Sequences are on average half as long as when they end.
-        rows = int(cache * tp / per_token / (job.prompt_tokens + job.mean))
-        if cache > 0 and cache * tp / per_token >= 2 * job.longest:
+        rows = int(cache * tp / per_token / (work.prompt_tokens + work.mean))
+        if cache > 0 and cache * tp / per_token >= 2 * work.longest:
             needed = min(MOST_ROWS, rows)
             return EngineFit(tp, weights / GIB, cache / GIB, max(needed, 1))
     return None
@@ -208,7 +208,7 @@ class LearnerFit:
 STATES = {"float32": 16.0, "8bit": 8.1, "bfloat16": 6.1}
 
 
-def fit_learner(spec: ModelSpec, job: Job, cluster: Cluster, gpus: int, beside: float = 0.0) -> LearnerFit | None:
+def fit_learner(spec: ModelSpec, work: StepWork, cluster: Cluster, gpus: int, beside: float = 0.0) -> LearnerFit | None:
     """The fastest setting that fits. `beside`: GiB per GPU of an engine that sleeps meanwhile."""
     free = MEMORY_SHARE * cluster.peaks.memory - OTHER_GIB - beside
     layer = 2 * spec.parameters / spec.layers / GIB  # gathered in bfloat16
@@ -222,20 +222,20 @@ def fit_learner(spec: ModelSpec, job: Job, cluster: Cluster, gpus: int, beside: 
                 parts["weights in bfloat16"] = 2 * spec.parameters / GIB
             per_token = activation_bytes(spec, torch.bfloat16, recompute) / GIB
             budget = 16384
-            while budget > job.longest and budget * per_token > free - sum(parts.values()):
+            while budget > work.longest and budget * per_token > free - sum(parts.values()):
                 budget //= 2
-            budget = max(budget, job.longest)
+            budget = max(budget, work.longest)
             parts["activations"] = budget * per_token
             if sum(parts.values()) <= free:
                 return LearnerFit(gpus, precision, recompute, budget, parts)
     return None
 
 
-def update_line(spec: ModelSpec, job: Job, cluster: Cluster, fit: LearnerFit) -> Line:
+def update_line(spec: ModelSpec, work: StepWork, cluster: Cluster, fit: LearnerFit) -> Line:
     """Seconds of an update by the number of its tokens."""
     gpu, n = cluster.peaks, fit.gpus
-    token = train_seconds(spec, gpu, job.sequence) * (RECOMPUTED if fit.recompute else 1.0) * job.passes
-    fixed = OPTIMIZER_BYTES * spec.parameters / n / gpu.bandwidth * job.passes
+    token = train_seconds(spec, gpu, work.sequence) * (RECOMPUTED if fit.recompute else 1.0) * work.passes
+    fixed = OPTIMIZER_BYTES * spec.parameters / n / gpu.bandwidth * work.passes
     if n > 1:
         # Each micro-batch gathers the weights twice and scatters the gradients, beside the computation.
         moved = (2 * 2 + 4) * spec.parameters * (n - 1) / n / cluster.bandwidth(n)
@@ -260,14 +260,14 @@ class Layout:
 
 
 def layout(
-    spec: ModelSpec, job: Job, cluster: Cluster, learner_gpus: int, staleness: int = 1, steps: int = 4
+    spec: ModelSpec, work: StepWork, cluster: Cluster, learner_gpus: int, staleness: int = 1, steps: int = 4
 ) -> Layout | None:
     """Simulate a division; None if something does not fit. `staleness` 0: all GPUs do both."""
-    engine = fit_engine(spec, job, cluster.peaks, cluster.per_node)
+    engine = fit_engine(spec, work, cluster.peaks, cluster.per_node)
     engine_gpus = cluster.gpus if not staleness else cluster.gpus - learner_gpus
     if engine is None or engine_gpus < engine.tp:
         return None
-    learner = fit_learner(spec, job, cluster, learner_gpus, 0.0 if staleness else engine.weights)
+    learner = fit_learner(spec, work, cluster, learner_gpus, 0.0 if staleness else engine.weights)
     if learner is None:
         return None
     gpu = cluster.peaks
@@ -275,12 +275,12 @@ def layout(
         engines=engine_gpus // engine.tp,
         max_batch=engine.rows,
         decoding=decoding(spec, gpu, engine.tp),
-        prefill=prefill(spec, gpu, job.prompt_tokens, engine.tp),
-        prompts=job.prompts,
-        samples=job.samples,
-        prompt_tokens=job.prompt_tokens,
-        lengths=job.lengths,
-        update=update_line(spec, job, cluster, learner),
+        prefill=prefill(spec, gpu, work.prompt_tokens, engine.tp),
+        prompts=work.prompts,
+        samples=work.samples,
+        prompt_tokens=work.prompt_tokens,
+        lengths=work.lengths,
+        update=update_line(spec, work, cluster, learner),
         sync=sync_seconds(spec, cluster),
         staleness=staleness,
         judge=JUDGE_S / max(engine_gpus, 8),
@@ -296,15 +296,15 @@ def sync_seconds(spec: ModelSpec, cluster: Cluster, share: float = 1.0) -> float
     return SYNC_S + share * 2 * spec.parameters / cluster.bandwidth(cluster.gpus)
 
 
-def layouts(spec: ModelSpec, job: Job, cluster: Cluster, staleness: int = 1) -> list[Layout]:
+def layouts(spec: ModelSpec, work: StepWork, cluster: Cluster, staleness: int = 1) -> list[Layout]:
     """Divisions that fit: colocated, and asynchronous ones around the balance of both sides; fastest first.
 
     Raises a `UserError` if none does.
     """
-    check_job(spec, job, cluster)
-    found = [layout(spec, job, cluster, cluster.gpus, 0)]
+    check_work(spec, work, cluster)
+    found = [layout(spec, work, cluster, cluster.gpus, 0)]
     if cluster.gpus > 1 and staleness:
-        tried = {number: layout(spec, job, cluster, number, staleness) for number in first_guesses(cluster.gpus)}
+        tried = {number: layout(spec, work, cluster, number, staleness) for number in first_guesses(cluster.gpus)}
         for _ in range(3):  # halve the distance to the neighbours of the best
             fits = sorted(number for number, made in tried.items() if made)
             if not fits:
@@ -315,7 +315,7 @@ def layouts(spec: ModelSpec, job: Job, cluster: Cluster, staleness: int = 1) -> 
             for low, high in pairwise(neighbours):
                 middle = (low + high) // 2
                 if middle not in tried:
-                    tried[middle] = layout(spec, job, cluster, middle, staleness)
+                    tried[middle] = layout(spec, work, cluster, middle, staleness)
         found += tried.values()
     return sorted((made for made in found if made), key=lambda made: made.result.step)
 
@@ -325,31 +325,31 @@ def first_guesses(gpus: int) -> list[int]:
     return sorted({max(1, min(gpus - 1, round(gpus * share))) for share in (0.125, 0.25, 0.375, 0.5, 0.75)})
 
 
-def check_job(spec: ModelSpec, job: Job, cluster: Cluster) -> None:
+def check_work(spec: ModelSpec, work: StepWork, cluster: Cluster) -> None:
     """Raise a `UserError` if nothing fits, with the reason."""
     gpu, name = cluster.peaks, cluster.gpu.upper()
-    if fit_engine(spec, job, gpu, cluster.per_node) is None:
+    if fit_engine(spec, work, gpu, cluster.per_node) is None:
         raise UserError(
             f"no engine of {min(cluster.per_node, TENSOR_PARALLEL[-1])} or fewer {name} GPUs holds "
-            f"{2 * spec.parameters / GIB:.0f} GiB of weights and two answers of {job.longest} tokens: plan for larger "
+            f"{2 * spec.parameters / GIB:.0f} GiB of weights and two answers of {work.longest} tokens: plan for larger "
             "GPUs, or shorter answers"
         )
-    if all(fit_learner(spec, job, cluster, gpus) is None for gpus in {cluster.gpus, max(cluster.gpus - 1, 1)}):
-        fewest = next((n for n in (2**k for k in range(1, 15)) if fit_learner(spec, job, cluster, n)), None)
+    if all(fit_learner(spec, work, cluster, gpus) is None for gpus in {cluster.gpus, max(cluster.gpus - 1, 1)}):
+        fewest = next((n for n in (2**k for k in range(1, 15)) if fit_learner(spec, work, cluster, n)), None)
         advice = f"plan for --gpus {fewest} or more" if fewest else "plan for shorter answers"
         raise UserError(
             f"{spec.parameters / 1e9:.1f}B parameters cannot be trained on {cluster.gpus} x {name} with sequences of "
-            f"{job.longest} tokens: {advice}, larger GPUs, or LoRA"
+            f"{work.longest} tokens: {advice}, larger GPUs, or LoRA"
         )
 
 
-def assumptions(job: Job, cluster: Cluster) -> Iterator[str]:
+def assumptions(work: StepWork, cluster: Cluster) -> Iterator[str]:
     yield (
         f"speeds: measured on one {MEASURED_ON.upper()}"
         + ("" if cluster.gpu == MEASURED_ON else f", scaled to {cluster.gpu.upper()} by published peaks")
     )
     yield (
-        f"answers of {job.mean:,.0f} tokens on average, at most {job.limit:,}; {JUDGE_S * 1000:g} ms to judge one, on "
+        f"answers of {work.mean:,.0f} tokens on average, at most {work.limit:,}; {JUDGE_S * 1000:g} ms to judge one, on "
         "8 or more cores"
     )
     if cluster.gpus > 1:

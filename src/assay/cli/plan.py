@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.bench.workload import SHAPES
-from assay.build.plan import GPUS, MEASURED_ON, Cluster, Job, Layout, assumptions, layouts, sync_seconds
+from assay.build.plan import GPUS, MEASURED_ON, Cluster, Layout, StepWork, assumptions, layouts, sync_seconds
 from assay.build.preflight import model_spec
 from assay.build.simulate import drawn_lengths, simulate
 from assay.cli.runs import add_runs_dir
@@ -56,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.staleness < 0:
         raise UserError(f"--staleness must be at least 0, not {args.staleness}")
-    spec, job = spec_of(args.model), job_of(args)
+    spec, work = spec_of(args.model), work_of(args)
     cluster = Cluster(args.gpus, args.gpu, args.per_node)
-    found = layouts(spec, job, cluster, args.staleness)
+    found = layouts(spec, work, cluster, args.staleness)
     delta = with_delta(spec, cluster, found[0])
     if args.json:
-        print_json(as_json(spec, job, cluster, found, delta))
+        print_json(as_json(spec, work, cluster, found, delta))
         return 0
-    for line in report(spec, job, cluster, found, delta, args.model):
+    for line in report(spec, work, cluster, found, delta, args.model):
         print(line)
     return 0
 
@@ -84,8 +84,8 @@ def spec_of(name: str) -> ModelSpec:
     return spec
 
 
-def job_of(args: argparse.Namespace) -> Job:
-    work = args.prompts, args.samples, args.prompt_tokens
+def work_of(args: argparse.Namespace) -> StepWork:
+    amounts = args.prompts, args.samples, args.prompt_tokens
     if args.lengths:
         if args.mean_tokens:
             raise UserError("--lengths and --mean-tokens exclude each other: leave out one of them")
@@ -94,11 +94,11 @@ def job_of(args: argparse.Namespace) -> Job:
         if not steps:
             raise UserError(f"{folder} has kept no rollouts: give a run with save.rollouts above 0")
         lengths = [rollout.length for group in read_rollouts(folder, steps[-1]) for rollout in group.rollouts]
-        return Job(*work, max(lengths), lengths)
+        return StepWork(*amounts, max(lengths), lengths)
     mean = args.mean_tokens or args.answer_tokens / 2
     if not 1 <= mean <= args.answer_tokens:
         raise UserError(f"--mean-tokens must be between 1 and --answer-tokens {args.answer_tokens}, not {mean:g}")
-    return Job(*work, args.answer_tokens, drawn_lengths(mean, args.answer_tokens))
+    return StepWork(*amounts, args.answer_tokens, drawn_lengths(mean, args.answer_tokens))
 
 
 def with_delta(spec: ModelSpec, cluster: Cluster, best: Layout) -> tuple[float, float]:
@@ -108,12 +108,12 @@ def with_delta(spec: ModelSpec, cluster: Cluster, best: Layout) -> tuple[float, 
 
 
 def report(
-    spec: ModelSpec, job: Job, cluster: Cluster, found: list[Layout], delta: tuple[float, float], name: str
+    spec: ModelSpec, work: StepWork, cluster: Cluster, found: list[Layout], delta: tuple[float, float], name: str
 ) -> Iterator[str]:
     best = found[0]
     yield (
-        f"{name}: {count(spec.parameters)} parameters on {cluster.gpus} x {cluster.gpu.upper()}; {job.prompts} prompts "
-        f"x {plural(job.samples, 'answer')} per step"
+        f"{name}: {count(spec.parameters)} parameters on {cluster.gpus} x {cluster.gpu.upper()}; {work.prompts} prompts "
+        f"x {plural(work.samples, 'answer')} per step"
     )
     yield ""
     yield "engines + learners   s per step   tokens/s   engines   learner   sync   age   limited by"
@@ -141,17 +141,17 @@ def report(
             f"weight sync: {best.pipeline.sync:.2f} s; if only {DELTA:.0%} of the bytes were sent, {delta[0]:.2f} s, "
             f"and {delta[1]:,.1f} s per step"
         )
-    for line in assumptions(job, cluster):
+    for line in assumptions(work, cluster):
         yield f"assumed: {line}"
 
 
 def as_json(
-    spec: ModelSpec, job: Job, cluster: Cluster, found: list[Layout], delta: tuple[float, float]
+    spec: ModelSpec, work: StepWork, cluster: Cluster, found: list[Layout], delta: tuple[float, float]
 ) -> dict[str, Any]:
     return {
         "parameters": spec.parameters,
         "cluster": asdict(cluster),
-        "mean_tokens": job.mean,
+        "mean_tokens": work.mean,
         "layouts": [
             {
                 "engine_gpus": made.engine_gpus,
@@ -166,5 +166,5 @@ def as_json(
             for made in found
         ],
         "delta": {"sync_s": delta[0], "step_s": delta[1]},
-        "assumptions": list(assumptions(job, cluster)),
+        "assumptions": list(assumptions(work, cluster)),
     }
