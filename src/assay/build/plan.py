@@ -349,8 +349,8 @@ def assumptions(work: StepWork, cluster: Cluster) -> Iterator[str]:
         + ("" if cluster.gpu == MEASURED_ON else f", scaled to {cluster.gpu.upper()} by published peaks")
     )
     yield (
-        f"answers of {work.mean:,.0f} tokens on average, at most {work.limit:,}; {JUDGE_S * 1000:g} ms to judge one, on "
-        "8 or more cores"
+        f"answers of {work.mean:,.0f} tokens on average, at most {work.limit:,}; {JUDGE_S * 1000:g} ms to judge one, "
+        "on 8 or more cores"
     )
     if cluster.gpus > 1:
         yield (

@@ -112,8 +112,8 @@ def report(
 ) -> Iterator[str]:
     best = found[0]
     yield (
-        f"{name}: {count(spec.parameters)} parameters on {cluster.gpus} x {cluster.gpu.upper()}; {work.prompts} prompts "
-        f"x {plural(work.samples, 'answer')} per step"
+        f"{name}: {count(spec.parameters)} parameters on {cluster.gpus} x {cluster.gpu.upper()}; {work.prompts} "
+        f"prompts x {plural(work.samples, 'answer')} per step"
     )
     yield ""
     yield "engines + learners   s per step   tokens/s   engines   learner   sync   age   limited by"
