@@ -115,8 +115,9 @@ def test_learners_and_the_head_are_lost_and_the_run_ends_with_the_same_bits(
     hold = tmp_path / "hold"
     hold.write_text("0.1")
     words = ["--train.steps", 40, "--train.prompts", 4, "--eval.every", 0, "--save.every", 4, "--dtype", "float64"]
-    words += ["--engine.dtype", "float64", "--cluster.learners", 2, "--cluster.spread", "true"]
-    with Nodes() as nodes, closing(ClusterRun(runs, *words, "--cluster.address", nodes.address)) as run:
+    words += ["--engine.dtype", "float64"]
+    sizes = ["--cluster.learners", 2, "--cluster.spread", "true"]
+    with Nodes() as nodes, closing(ClusterRun(runs, *words, *sizes, "--cluster.address", nodes.address)) as run:
         for number, step in enumerate((6, 14)):
             run.wait_until(lambda step=step: run.steps >= step, 240)
             kill(sorted(run.learners())[number])
@@ -128,13 +129,14 @@ def test_learners_and_the_head_are_lost_and_the_run_ends_with_the_same_bits(
         assert f"assay train --resume {run.path}" in run.said.splitlines()[-1]
         assert not run.learners()
     hold.unlink()
-    with closing(ClusterRun(runs, *words, name="undisturbed")) as other:  # in a Ray of its own
-        assert other.ended() == 0, other.said
-    run.process = run.start("train", "--resume", "small", "--cluster.address", "")
+    undisturbed = runs.launch(2, "train", runs.config, "--name", "undisturbed", *words)
+    said, _ = undisturbed.communicate(timeout=240)
+    assert undisturbed.returncode == 0, said
+    run.process = run.start("train", "--resume", "small", "--cluster.address", "")  # in a Ray of its own
     assert run.ended() == 0, run.said[-3000:]
     weights = [
         load_file(runs.checkpoint(40, name) / "model" / "model.safetensors") for name in ("small", "undisturbed")
     ]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
     for step in range(1, 41):
-        assert read_rollouts(run.path, step) == read_rollouts(other.path, step)
+        assert read_rollouts(run.path, step) == read_rollouts(runs.runs / "undisturbed", step)
