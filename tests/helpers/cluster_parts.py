@@ -123,6 +123,7 @@ class ClusterRun:
     def start(self, *words: object) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "assay", *map(str, words), "--runs_dir", str(self.runs.runs)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE}
+        del environment["RAY_USAGE_STATS_ENABLED"]  # which assay sets
         with self.output.open("a") as file:
             return subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=self.runs.folder)
 
@@ -164,6 +165,11 @@ class ClusterRun:
 
     def learners(self) -> list[int]:
         return [pid for pid in self._programs("assay train") if actor_of(pid)]
+
+    def judges(self) -> list[int]:
+        """Actors, whose title replaces their environment in /proc."""
+        actors = {pid: parent for pid, (parent, _, line) in table().items() if line.startswith("ray::NodePool")}
+        return [pid for pid, parent in actors.items() if MARK.encode() in environment(parent)]
 
     def _programs(self, module: str) -> list[int]:
         mine = re.compile(rf"^\S*python\S* -m {re.escape(module)}[ .]")

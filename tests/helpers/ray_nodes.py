@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 KEY, SECRET = "ASSAY_TEST_JUDGE_KEY", "secret-9c1f55d0"
 
 

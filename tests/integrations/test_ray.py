@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from small_run import SmallRuns
 from waiting import comes_true
 
 from assay.build.run import new_run
 from assay.checks.settings import check_settings
 from assay.config import ClusterConfig, TrainConfig
-from assay.config.settings import load_settings
-from assay.integrations.ray import cluster, learners, programs, servers
+from assay.config.settings import load_settings, parse_overrides
+from assay.integrations.ray import cluster, judges, learners, programs, servers
 from assay.runs.console import make_console
 from assay.system.program import free_port
 from assay.types import UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 def settings(*words: str) -> TrainConfig:
@@ -55,6 +61,54 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert SmallRuns(tmp_path).train("--cluster.kind", "ray") == 2
     assert "cluster.kind = 'ray' needs the ray extra" in capfd.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_ray_neither_reports_its_use_nor_connects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_AUTO_CONNECT"):
+        monkeypatch.setenv(name, "")  # for the end of the test
+        monkeypatch.delenv(name)
+    cluster.ray_package()
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == os.environ["RAY_ENABLE_AUTO_CONNECT"] == "0"
+
+
+def test_a_ray_of_one_run_is_private_and_joining_another_one_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, services = SimpleNamespace(gcs_address="127.0.0.1:6379"), SimpleNamespace()
+    private = SimpleNamespace(services=services)
+    given: list[dict[str, Any]] = []
+    lines: list[str] = []
+
+    def init(**settings: Any) -> None:
+        given.append(settings)
+
+    fake = SimpleNamespace(_private=private, is_initialized=bool, get_runtime_context=lambda: context, init=init)
+    monkeypatch.setattr(cluster, "ray_package", lambda: fake)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "")
+    cluster.connect("", lines.append)
+    assert not lines and given[0]["address"] == "local" and given[0]["_node_ip_address"] == "127.0.0.1"
+    assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
+    assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    context.gcs_address = "10.0.0.1:6379"
+    cluster.connect("auto", lines.append)
+    assert given[1]["address"] == "auto" and "_node_ip_address" not in given[1]
+    cluster.connect("", lines.append)  # of a version of Ray that does not stay on the loopback address
+    assert len(lines) == 2 and all("can run programs as you on its machines" in line for line in lines)
+
+
+def test_the_files_for_clusters_fit_this_package() -> None:
+    """Their schemas are those of Ray and KubeRay (see docs/guides/many-nodes.md)."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    spec = yaml.safe_load((ROOT / "deploy/rayjob.yaml").read_text())["spec"]
+    assert spec["rayClusterSpec"]["rayVersion"] == pins["ray"]
+    program, command, _, *words = spec["entrypoint"].split()
+    cfg = load_settings(TrainConfig, ROOT / "configs/gsm8k.toml", parse_overrides(words))
+    check_settings(cfg)
+    workers = spec["rayClusterSpec"]["workerGroupSpecs"][0]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    gpus = workers["replicas"] * int(limits["nvidia.com/gpu"])
+    assert (program, command) == ("assay", "train") and gpus == cfg.cluster.learners + cfg.cluster.engines
 
 
 def test_a_run_in_python_is_not_one_of_a_cluster(tmp_path: Path) -> None:
@@ -121,6 +175,16 @@ def test_files_are_written_where_a_node_lacks_them(tmp_path: Path, monkeypatch: 
     assert hosted.enter(str(tmp_path / "missing")) != ""
     hosted.remove(str(tmp_path / "copy"))
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_batch_goes_to_the_least_loaded_actor_unless_all_have_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = judges.ClusterPool.__new__(judges.ClusterPool)
+    pool._changed = threading.Condition()
+    monkeypatch.setattr(pool, "_find_actors", lambda: None)
+    loads = {"a": (True, 1, 1), "b": (True, 0, 9), "full": (True, judges.IN_FLIGHT, 0), "starting": (False, 0, 0)}
+    pool._actors = {name: judges._JudgeActor(name, "", None, None, False, *load) for name, load in loads.items()}
+    chosen = [pool._reserve(wait=False) for _ in range(4)]
+    assert [actor and actor.node for actor in chosen] == ["b", "a", "b", None]
 
 
 def test_the_number_of_servers_is_that_of_the_running_run(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -178,7 +179,7 @@ def test_judging_on_the_nodes_of_ray_needs_workers_and_the_package(monkeypatch: 
         UserError, match=r"reward.pool = 'ray' needs judge processes .* set reward.workers to at least 1"
     ):
         JudgePool(MathJudge(), workers=0, pool="ray")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"reward.pool = 'ray' needs the ray extra: "):
         JudgePool(MathJudge(), workers=1, pool="ray")
 
@@ -189,7 +190,7 @@ def test_judging_on_the_nodes_of_ray_without_a_cluster_is_a_user_error(monkeypat
         raise UserError("for cluster.kind") from ConnectionError("no cluster\nis running")
 
     monkeypatch.delenv("ASSAY_RAY", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setattr("assay.integrations.ray.judges.connect", refuse)
     with pytest.raises(UserError) as raised:
         JudgePool(MathJudge(), workers=1, pool="ray")

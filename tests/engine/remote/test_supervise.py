@@ -19,6 +19,7 @@ from assay.engine.base import Request
 from assay.engine.client import connect, generate, run_sync
 from assay.engine.remote import http
 from assay.engine.remote.http import Server, ServerStale, ServerState
+from assay.engine.remote.transport import NcclTransport
 from assay.engine.sequence import Job
 from assay.types import Completion, UserError
 
@@ -324,12 +325,16 @@ class Placed:
 
     def __init__(self, *urls: str) -> None:
         self.urls = list(urls)
+        self.refused = 0
 
     def refresh(self) -> dict[str, str]:
         return self.keys()
 
     def keys(self) -> dict[str, str]:
         return dict.fromkeys(self.urls, "key")
+
+    def refuse_changes(self, notify: Any) -> None:
+        self.refused += 1
 
     def restart(self, url: str) -> None: ...
 
@@ -357,6 +362,16 @@ def test_servers_come_and_go_with_an_update() -> None:
         assert before == [len(fake.http.paths()) for fake in fakes]  # type: ignore[union-attr]
         assert [fake.version for fake in fakes] == [1, 1] and others[0].version == 2
         assert engine.server_metrics() == {} and not any("has failed" in line for line in lines)
+
+
+def test_servers_cannot_change_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet(2) as (engine, _, _), fleet(1, first=None) as (_, others, _):
+        urls = [server.url for server in engine.all_servers]
+        engine.launched = placed = Placed(urls[0], others[0].http.url)  # type: ignore[union-attr]
+        engine.transport = NcclTransport.__new__(NcclTransport)
+        monkeypatch.setattr(engine, "_publish", lambda weights, version: None)
+        engine.update_weights(POLICY, 1)
+        assert [server.url for server in engine.all_servers] == urls and placed.refused == 1
 
 
 def test_all_servers_are_lost_while_their_successors_are_started() -> None:

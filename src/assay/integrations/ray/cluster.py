@@ -25,16 +25,18 @@ LOGS = "see gcs_server.err and raylet.err in /tmp/ray/session_latest/logs"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def ray_package() -> ModuleType:
+def ray_package(setting: str = "cluster.kind") -> ModuleType:
     """The package, without reports of its use to its makers. A call before or after a connection is an error: Ray would
     connect by itself, to any cluster that it finds.
+
+    `setting`: that needs it, for messages.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         import ray
     except ImportError:
-        raise missing_extra("cluster.kind = 'ray'", "ray") from None
+        raise missing_extra(f"{setting} = 'ray'", "ray") from None
     return ray
 
 
@@ -64,8 +66,10 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
         given["include_dashboard"] = False
     if node := (membership() or {}).get("node") or (LOOPBACK if local else ""):
         given["_node_ip_address"] = node
+    if local:  # Ray would replace the address by another one of this machine, and listen on all
+        ray._private.services.resolve_ip_for_localhost = lambda host: host
     try:
-        with _own_signals(), _loopback(ray, local):
+        with _own_signals():
             ray.init(**given, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"cluster.address = '{address}'" if address else "a Ray on this machine"
@@ -73,7 +77,7 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
         raise UserError(f"cannot connect to {where} ({describe_error(error)[:300]}): {remedy}") from error
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # deaths are reported by those who watch
     found = ray.get_runtime_context().gcs_address
-    if address and say is not None:
+    if say is not None and (address or not found.startswith(LOOPBACK)):
         say(exposure(found))
     return found
 
@@ -114,21 +118,6 @@ def _own_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _loopback(ray: ModuleType, wanted: bool) -> Iterator[None]:
-    """Let Ray use the loopback address. It replaces it by another address of this machine, and listens on all."""
-    services = getattr(ray._private, "services", None)
-    resolve = getattr(services, "resolve_ip_for_localhost", None)
-    if not wanted or resolve is None:
-        yield
-        return
-    services.resolve_ip_for_localhost = lambda host: host  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        services.resolve_ip_for_localhost = resolve  # type: ignore[union-attr]
 
 
 def nodes() -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ environment variables stay on their node; only the names of those to pass are se
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
 import time
@@ -29,7 +28,7 @@ from assay.system.worker_pool import (
     WorkerPool,
     split_items,
 )
-from assay.types import UserError, clip, describe_error, missing_extra
+from assay.types import UserError, clip, describe_error
 
 T = TypeVar("T")
 IN_FLIGHT = 2  # batches per node: the next one is there when a batch has been judged
@@ -270,9 +269,7 @@ def connected(setting: str) -> ModuleType:
 
     `setting`: that needs it, for messages.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise missing_extra(f"{setting} = 'ray'", "ray")
-    member = membership()
+    ray, member = ray_package(setting), membership()
     try:
         connect(member["address"] if member else "auto", None if member else lambda text: warnings.warn(text))  # noqa: B028
     except UserError as error:
@@ -280,7 +277,7 @@ def connected(setting: str) -> ModuleType:
             f"{setting} = 'ray' finds no Ray cluster ({describe_error(error.__cause__ or error)}): start one with "
             f"`ray start --head`, set RAY_ADDRESS, or set {setting} = 'local'"
         ) from error
-    return ray_package()
+    return ray
 
 
 def reason(error: Exception) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -27,13 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import CLUSTER_MEMBER, ClusterConfig, TrainConfig
-from assay.integrations.ray.cluster import (
-    SIGNALS,
-    connect,
-    describe_resources,
-    nodes,
-    ray_package,
-)
+from assay.integrations.ray.cluster import SIGNALS, connect, describe_resources, nodes, ray_package
 from assay.integrations.ray.programs import HostedProgram
 from assay.system.isolation import die_with_parent
 from assay.system.spawn import exit_reason
@@ -156,10 +151,10 @@ def exit_code(ending: str, stop: Stop) -> int:
 
 
 @contextmanager
-def reserved(cluster: ClusterConfig, stop: Stop) -> Iterator[Any]:
-    """The resources of all learners and engine servers, as a placement group of Ray."""
-    ray = ray_package()
-    group = ray.util.placement_group(bundles(cluster), strategy="SPREAD" if cluster.spread else "PACK")
+def reserved(cluster: ClusterConfig, stop: Stop) -> Iterator[str]:
+    """The resources of all learners and engine servers. Yields the name of their placement group."""
+    ray, name = ray_package(), secrets.token_hex(8)
+    group = ray.util.placement_group(bundles(cluster), "SPREAD" if cluster.spread else "PACK", name)
     try:
         deadline = time.monotonic() + cluster.start_timeout_s
         ready = group.ready()
@@ -168,7 +163,7 @@ def reserved(cluster: ClusterConfig, stop: Stop) -> Iterator[Any]:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise UserError(missing_resources(cluster))
-        yield group
+        yield name
     finally:
         with suppress(Exception):  # of a cluster that has gone
             ray.util.remove_placement_group(group)
@@ -200,7 +195,7 @@ def missing_resources(cluster: ClusterConfig) -> str:
 
 
 class Learners:
-    def __init__(self, cluster: ClusterConfig, address: str, group: Any, commands: Commands, logs: Path) -> None:
+    def __init__(self, cluster: ClusterConfig, address: str, group: str, commands: Commands, logs: Path) -> None:
         self.ray = ray_package()
         self.cluster, self.address, self.group, self.commands = cluster, address, group, commands
         self.logs = [logs / f"learner-{rank}.log" for rank in range(cluster.learners)]
@@ -210,7 +205,7 @@ class Learners:
 
     def _actor(self, rank: int) -> Any:
         strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=rank
+            self.ray.util.get_placement_group(self.group), placement_group_bundle_index=rank
         )
         options = {"num_cpus": self.cluster.cpus_per_learner, "num_gpus": self.cluster.gpus_per_learner}
         actor = self.ray.remote(HostedProgram).options(**options, scheduling_strategy=strategy)
@@ -241,19 +236,17 @@ class Learners:
         if again:
             again = self.ray.get(self.actors[0].exists.remote(str(self.commands.run / "config.toml")))
         words = self.commands.again if again else self.commands.first
-        by_node: dict[str, int] = {}
         on_node = [place["node_id"] for place in places]
         shared = {
             "address": self.address,
-            "group": self.group.id.hex(),
+            "group": self.group,
             "run": str(self.commands.run),
-            "learners": [{"devices": place["devices"]} for place in places],
+            "devices": [place["devices"] for place in places],
             "cluster": self.cluster.model_dump(),
         }
         started = []
         for rank, (actor, place) in enumerate(zip(self.actors, places, strict=True)):
-            local = by_node.get(place["node_id"], 0)
-            by_node[place["node_id"]] = local + 1
+            local = on_node[:rank].count(place["node_id"])
             environment = {
                 "RANK": rank,
                 "WORLD_SIZE": len(places),

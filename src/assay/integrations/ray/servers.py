@@ -103,7 +103,7 @@ class RayServers:
         self.slots: dict[int, RayServer] = {}
         self.leaving: list[RayServer] = []  # closed when the engine does not use them any more
         self.refused = 0  # number of servers that was refused
-        self._group = placement_group(self.member["group"])
+        self._group = self.ray.util.get_placement_group(self.member["group"])
 
     # -- where servers are
 
@@ -111,7 +111,7 @@ class RayServers:
         settings, colocated = self.settings, self.settings["place"] == "colocated"
         options: dict[str, Any] = {"num_cpus": settings["cpus_per_engine"]}
         options["num_gpus"] = 0 if colocated else settings["gpus_per_engine"]
-        learners = len(self.member["learners"])
+        learners = len(self.member["devices"])
         if colocated or index < settings["engines"]:
             strategies = self.ray.util.scheduling_strategies
             bundle = index % learners if colocated else learners + index
@@ -127,8 +127,8 @@ class RayServers:
         """The GPUs of the learner beside this server."""
         if self.settings["place"] != "colocated":
             return ""
-        learners = self.member["learners"]
-        return learners[index % len(learners)]["devices"]
+        devices: list[str] = self.member["devices"]
+        return devices[index % len(devices)]
 
     # -- their number
 
@@ -148,7 +148,7 @@ class RayServers:
         while True:
             started = [self.advance(server) for server in list(self.slots.values())]
             if all(started):
-                return self.refresh(resize=False)
+                return self.running()
             if time.monotonic() > deadline:
                 missing = f"{started.count(False)} of {plural(len(started), 'engine server')}"
                 raise UserError(
@@ -167,18 +167,21 @@ class RayServers:
                 self.slots[server.index] = RayServer(self, server.index, server.starts)
             return bool(server.key)
 
-    def refresh(self, resize: bool = True) -> dict[str, RayServer]:
-        """Start or stop servers, as their number demands. Returns those whose programs run, by URL."""
-        if resize:
-            wanted = self.wanted()
-            for server in self.leaving:
-                server.close()
-            self.leaving = [self.slots.pop(index) for index in list(self.slots) if index >= wanted]
-            for index in range(wanted):
-                if index not in self.slots:
-                    self.slots[index] = RayServer(self, index)
+    def refresh(self) -> dict[str, RayServer]:
+        """Start or stop servers, as their number demands. Returns `running`."""
+        wanted = self.wanted()
+        for server in self.leaving:
+            server.close()
+        self.leaving = [self.slots.pop(index) for index in list(self.slots) if index >= wanted]
+        for index in range(wanted):
+            if index not in self.slots:
+                self.slots[index] = RayServer(self, index)
         for server in list(self.slots.values()):
             self.advance(server)
+        return self.running()
+
+    def running(self) -> dict[str, RayServer]:
+        """The servers whose programs run, by URL."""
         return {server.url: server for server in self.slots.values() if server.key}
 
     def refuse_changes(self, notify: Callable[[str], None]) -> None:
@@ -196,7 +199,7 @@ class RayServers:
             self.slots[server.index] = RayServer(self, server.index, server.starts + 1)
 
     def keys(self) -> dict[str, str]:
-        return {server.url: server.key for server in self.slots.values() if server.key}
+        return {url: server.key for url, server in self.running().items()}
 
     def close(self) -> None:
         for server in (*self.slots.values(), *self.leaving):
@@ -250,11 +253,3 @@ class CopiedFolder(FolderTransport):
 
 def read_files(folder: Path) -> Mapping[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
-def placement_group(identifier: str) -> Any:
-    """The placement group that the driver has reserved."""
-    from ray._raylet import PlacementGroupID
-    from ray.util.placement_group import PlacementGroup
-
-    return PlacementGroup(PlacementGroupID(bytes.fromhex(identifier)))
