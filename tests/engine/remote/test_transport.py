@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from serve_parts import serving, tiny_model
 
 from assay.config import ReferenceServerConfig
 from assay.engine.base import Failed, Finished, Request, SamplingParams, TokenChunk
-from assay.engine.remote import scoring
+from assay.engine.remote import scoring, transport
 from assay.engine.remote.scoring import ScoringClient
 from assay.engine.remote.server_side import weights_of_buffer, weights_of_folder
 from assay.engine.remote.transport import FolderTransport, IpcTransport, fast_folder
@@ -28,6 +30,32 @@ from assay.models.fingerprint import digests
 from assay.types import Completion, Finish, UserError
 
 POLICY = small_decoder(small_spec("qwen2"))
+
+
+def test_weights_of_a_killed_process_are_removed_and_those_of_a_living_one_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MEMORY_FOLDER", str(tmp_path))
+    code = (
+        f"from assay.engine.remote import transport; transport.MEMORY_FOLDER = {str(tmp_path)!r}\n"
+        "kept = transport.FolderTransport(); (kept.folder / 'weights-3').mkdir()\n"
+        "print(kept.folder, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        folder = Path(other.stdout.readline().strip())
+        assert folder.parent == tmp_path
+        own = FolderTransport()
+        assert (folder / "weights-3").exists()
+        other.kill()
+        other.wait()
+    second = FolderTransport()
+    assert not folder.exists() and own.folder.exists() and second.folder.exists()
+    own.close()
+    second.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 20_000, 10**9])

@@ -6,6 +6,7 @@ Experimental: `NcclTransport` has never been run, because it needs two GPUs.
 from __future__ import annotations
 
 import base64
+import fcntl
 import os
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from assay.types import UserError
 ALIGNMENT = 256  # bytes; of weights within a buffer
 CHUNK_BYTES = 1 << 29  # of weights that are sent at once
 MEMORY_FOLDER = "/dev/shm"
+PREFIX, LOCK = "assay-weights-", "lock"  # of temporary folders
 SHARD_BYTES = 2 * 10**9  # several files are written at the same time
 
 
@@ -43,11 +45,11 @@ class FolderTransport:
         `dtype`: of the weights on the servers; weights are cast to it.
         """
         self.is_temporary = not folder
-        parent = fast_folder(needed_bytes) if self.is_temporary else None
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="assay-weights-", dir=parent)).absolute()
+        self.folder = Path(folder or temporary_folder(needed_bytes)).absolute()
         self.dtype, self.shard_bytes = dtype, shard_bytes
         remove = (shutil.rmtree, self.folder, True) if self.is_temporary else (lambda: None,)
-        self._remove = weakref.finalize(self, *remove)  # at the latest when the process ends
+        self._remove = weakref.finalize(self, *remove)  # when the process ends, if it is not killed
+        self._lock = None if folder else locked(self.folder)
 
     @contextmanager
     def written(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[Path]:
@@ -88,6 +90,24 @@ class FolderTransport:
                 shard, size = {}, 0
         if shard:
             yield folder / f"model-{number + 1:05d}.safetensors", shard
+
+
+def temporary_folder(needed_bytes: int) -> str:
+    """A new folder. Removes those of processes that were killed: weights in memory would stay until a restart."""
+    parent = fast_folder(needed_bytes) or tempfile.gettempdir()
+    for other in Path(parent).glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError), other.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process is alive
+            shutil.rmtree(other.parent, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+
+
+def locked(folder: Path) -> BinaryIO:
+    """A file in `folder` that is locked as long as a process has it open. It appears when it is locked."""
+    file = (folder / f".{LOCK}").open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    (folder / f".{LOCK}").rename(folder / LOCK)
+    return file
 
 
 def fast_folder(needed_bytes: int) -> str | None:
