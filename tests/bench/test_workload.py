@@ -66,6 +66,7 @@ def test_ids_distinguish_workloads_of_engines(tmp_path) -> None:
     ids = [work.id for work in (*TABLE, *changed)]
     assert len(set(ids)) == len(ids) and ids[:3] == ["gen-0.5b-16x64x256", "gen-1.5b-16x64x256", "gen-0.5b-longtail"]
     assert dataclasses.replace(TABLE[0], top_p=0.9).id == "gen-0.5b-16x64x256-top_p0.9"
+    assert dataclasses.replace(TABLE[0], quantize="fp8").id == "gen-0.5b-16x64x256-fp8"
     (tmp_path / "SmolLM2-135M").mkdir()
     assert Workload(model=f"{tmp_path}/SmolLM2-135M/").label == "smollm2-135m"
     assert Workload(model="some/Model-1.5B.gguf").label == "model-1.5b"

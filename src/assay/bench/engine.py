@@ -114,7 +114,8 @@ def build(
     dtype = pick_dtype(options.dtype, device)
     model = work.float32_model(device, work.seed, progress)
     work.check_length(model)
-    engine = make_engine("auto", model, device=device, dtype=dtype, max_batch=work.batch, max_length=work.max_length)
+    sizes = {"max_batch": work.batch, "max_length": work.max_length}
+    engine = make_engine("auto", model, device=device, dtype=dtype, quantize=work.quantize, **sizes)
     return model, cast(Engine, engine), device, dtype
 
 

@@ -218,6 +218,7 @@ class Workload(ModelOptions):
     top_p: float = option(1.0, "1 is off")
     top_k: int = option(0, "0 is off")
     min_p: float = option(0.0, "0 is off")
+    quantize: str = option("", "fp8: products of the layers in 8 bits", choices=("", "fp8"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,13 +259,16 @@ class Workload(ModelOptions):
     @property
     def id(self) -> str:
         """A unique name: results of one workload never replace results of another."""
+        quantized = f"-{self.quantize}" if self.quantize else ""
         if not self.is_longtail:
             kind = f"{self.prompts}x{self.samples}x{self.new}"
             kind = "one-sequence" if kind == "1x1x512" else kind
-            return f"gen-{self.label}-{kind}{self.id_of(NAMED)}"
+            return f"gen-{self.label}-{kind}{self.id_of(NAMED)}{quantized}"
         distinct = self.prompts == self.requests
         kind, names = ("longtail-distinct", ()) if distinct else ("longtail", ("prompts",))
-        return f"gen-{self.label}-{kind}{self.id_of((*NAMED, *names, 'requests', 'new'), **STANDARD[LONGTAIL])}"
+        return (
+            f"gen-{self.label}-{kind}{self.id_of((*NAMED, *names, 'requests', 'new'), **STANDARD[LONGTAIL])}{quantized}"
+        )
 
     def settings(self) -> dict[str, Any]:
         """All fields, with defaults resolved, for a row of results."""
