@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -22,7 +23,7 @@ from waiting import until
 from assay.integrations.ray import judges
 from assay.integrations.ray.cluster import connect
 from assay.integrations.ray.judges import ClusterPool
-from assay.integrations.ray.programs import HostedProgram
+from assay.integrations.ray.programs import hosted_program
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.functions import register_function
 from assay.rewards.judge import judged_fields
@@ -82,12 +83,34 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_reach_a_node_through_the_object_store(nodes: Nodes, tmp_path: Path) -> None:
     connect("auto")
     content, folder = os.urandom(3 << 20), tmp_path / "weights"
-    actor = ray.remote(HostedProgram).options(num_cpus=1).remote("copy")  # on a node that is not the driver's
+    actor = hosted_program("copy", num_cpus=1)  # on a node that is not the driver's
     ray.get(actor.write.remote(str(folder), {"model.safetensors": ray.put(content)}))
     assert (folder / "model.safetensors").read_bytes() == content
     ray.get(actor.remove.remote(str(folder)))
     assert not folder.exists()
     ray.kill(actor)
+
+
+@pytest.mark.parametrize("way", ["ended", "killed"])
+def test_what_a_program_has_started_ends_with_its_actor(nodes: Nodes, tmp_path: Path, way: str) -> None:
+    """vLLM starts processes that do not end when the server is killed."""
+    connect("auto")
+    actor = hosted_program("parent", num_cpus=1)
+    code = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"open({str(tmp_path / 'new')!r}, 'w').write(f'{{os.getppid()}} {{os.getpid()}} {{child.pid}}')\n"
+        f"os.rename({str(tmp_path / 'new')!r}, {str(tmp_path / 'pids')!r})\n"
+        "time.sleep(600)"
+    )
+    ray.get(actor.start.remote([sys.executable, "-c", code], {}))
+    until((tmp_path / "pids").exists)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    if way == "ended":
+        ray.kill(actor)
+    else:
+        os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+    assert ended(pids)
 
 
 def on_nodes(judge: Any, workers: int = 1, **settings: Any) -> tuple[JudgePool, ClusterPool[list[Verdict]]]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from assay.config import CLUSTER_MEMBER, ClusterConfig, TrainConfig
 from assay.integrations.ray.cluster import SIGNALS, connect, describe_resources, nodes, ray_package
-from assay.integrations.ray.programs import HostedProgram
+from assay.integrations.ray.programs import hosted_program
 from assay.system.isolation import die_with_parent
 from assay.system.spawn import exit_reason
 from assay.types import UserError, excerpt, plural
@@ -208,8 +208,7 @@ class Learners:
             self.ray.util.get_placement_group(self.group), placement_group_bundle_index=rank
         )
         options = {"num_cpus": self.cluster.cpus_per_learner, "num_gpus": self.cluster.gpus_per_learner}
-        actor = self.ray.remote(HostedProgram).options(**options, scheduling_strategy=strategy)
-        return actor.remote(f"{self.commands.run.name}-learner-{rank}")
+        return hosted_program(f"{self.commands.run.name}-learner-{rank}", **options, scheduling_strategy=strategy)
 
     def run(self, stop: Stop, again: bool) -> str:
         """Train. Returns how the learners have ended: the ending that decides about what follows."""

@@ -101,6 +101,9 @@ class HostedProgram:
             file.seek(offset)
             return ended, file.read(MAX_OUTPUT)
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def exists(self, path: str) -> bool:
         return Path(path).exists()
 
@@ -111,6 +114,16 @@ class HostedProgram:
         if self.program is not None and self.program.ended is None:
             with suppress(ProcessLookupError):
                 os.kill(self.program.pid, number)
+
+
+def hosted_program(name: str, **options: Any) -> Any:
+    """A new actor. `options`: of Ray.
+
+    When an actor ends, Ray kills its child processes. That would be the supervisor of the program, which could not end
+    what the program has started.
+    """
+    environment = {"RAY_kill_child_processes_on_worker_exit": "0"}
+    return ray_package().remote(HostedProgram).options(runtime_env={"env_vars": environment}, **options).remote(name)
 
 
 def logs_folder() -> Path:

@@ -25,7 +25,7 @@ from assay.engine.remote.launch import MAX_RESTARTS, LaunchedServers
 from assay.engine.remote.server_side import KEY
 from assay.engine.remote.transport import FolderTransport
 from assay.integrations.ray.cluster import connect, membership, ray_package
-from assay.integrations.ray.programs import HostedProgram
+from assay.integrations.ray.programs import hosted_program
 from assay.types import UserError, describe_error, plural
 
 ANSWER_S = 3.0  # time limit of an actor's answer to a question
@@ -121,7 +121,7 @@ class RayServers:
         elif settings["spread"]:
             options["scheduling_strategy"] = "SPREAD"
         name = f"{Path(self.member['run']).name}-server-{index}"
-        return self.ray.remote(HostedProgram).options(**options).remote(name)
+        return hosted_program(name, **options)
 
     def devices(self, index: int) -> str:
         """The GPUs of the learner beside this server."""
