@@ -114,7 +114,7 @@ def build(
     dtype = pick_dtype(options.dtype, device)
     model = work.float32_model(device, work.seed, progress)
     work.check_length(model)
-    sizes = {"max_batch": work.batch, "max_length": work.max_length}
+    sizes: dict[str, Any] = {"max_batch": work.batch, "max_length": work.max_length}
     engine = make_engine("auto", model, device=device, dtype=dtype, quantize=work.quantize, **sizes)
     return model, cast(Engine, engine), device, dtype
 

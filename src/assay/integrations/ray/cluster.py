@@ -20,6 +20,8 @@ from assay.types import UserError, describe_error, missing_extra, plural
 
 NAMESPACE = "assay"
 LOOPBACK = "127.0.0.1"
+# When an actor ends, Ray would kill its child processes: those that end what servers, judges and tools have started.
+KEEP_SUPERVISORS = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
 CONNECT_S = 10.0  # time limit of a connection to the head
 LOGS = "see gcs_server.err and raylet.err in /tmp/ray/session_latest/logs"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from assay.integrations.ray.cluster import connect, membership, nodes, ray_package
+from assay.integrations.ray.cluster import KEEP_SUPERVISORS, connect, membership, nodes, ray_package
 from assay.system.sandbox import WorkerSettings, environment
 from assay.system.worker_pool import (
     REPORT_S,
@@ -259,6 +259,7 @@ def actor_on(node: str, kind: type, threads: int) -> Any:
             num_cpus=0,
             max_restarts=0,
             max_concurrency=threads,
+            runtime_env=KEEP_SUPERVISORS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
     )

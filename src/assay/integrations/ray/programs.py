@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.engine.remote.launch import write_object
-from assay.integrations.ray.cluster import ray_package
+from assay.integrations.ray.cluster import KEEP_SUPERVISORS, ray_package
 from assay.system.program import SupervisedProgram, free_port, last_error
 
 MAX_OUTPUT = 1 << 20  # bytes of a log that are sent at once
@@ -117,13 +117,8 @@ class HostedProgram:
 
 
 def hosted_program(name: str, **options: Any) -> Any:
-    """A new actor. `options`: of Ray.
-
-    When an actor ends, Ray kills its child processes. That would be the supervisor of the program, which could not end
-    what the program has started.
-    """
-    environment = {"RAY_kill_child_processes_on_worker_exit": "0"}
-    return ray_package().remote(HostedProgram).options(runtime_env={"env_vars": environment}, **options).remote(name)
+    """A new actor. `options`: of Ray."""
+    return ray_package().remote(HostedProgram).options(runtime_env=KEEP_SUPERVISORS, **options).remote(name)
 
 
 def logs_folder() -> Path:
