@@ -84,6 +84,18 @@ def test_updates_are_divided_and_held_up_by_the_network() -> None:
     assert seconds(8, 1) > 1.5 * seconds(8, 8)
 
 
+def test_an_update_takes_as_long_as_its_longest_sequence_on_one_gpu() -> None:
+    def seconds(gpus: int) -> float:
+        cluster = Cluster(gpus)
+        fit = fit_learner(SEVEN, WORK, cluster, gpus)
+        assert fit is not None
+        return update_line(SEVEN, WORK, cluster, fit).at(WORK.tokens)
+
+    assert WORK.tokens / WORK.longest == pytest.approx(209, abs=20)
+    assert seconds(128) < 0.6 * seconds(64)
+    assert seconds(1024) > 0.9 * seconds(512) and seconds(512) > WORK.longest * plan.train_seconds(SEVEN, H200, 256)
+
+
 def test_divisions_use_all_gpus_and_more_of_them_are_faster() -> None:
     fastest = []
     for gpus in (1, 4, 8):

@@ -107,6 +107,11 @@ class StepWork:
         return self.prompt_tokens + self.limit
 
     @property
+    def tokens(self) -> float:
+        """Of a batch."""
+        return self.prompts * (self.prompt_tokens + self.samples * self.mean)
+
+    @property
     def sequence(self) -> float:
         """Length of the sequence to which a token belongs, on average over all tokens."""
         return self.prompt_tokens + sum(n * n for n in self.lengths) / sum(self.lengths)
@@ -236,11 +241,11 @@ def update_line(spec: ModelSpec, work: StepWork, cluster: Cluster, fit: LearnerF
     gpu, n = cluster.peaks, fit.gpus
     token = train_seconds(spec, gpu, work.sequence) * (RECOMPUTED if fit.recompute else 1.0) * work.passes
     fixed = OPTIMIZER_BYTES * spec.parameters / n / gpu.bandwidth * work.passes
-    if n > 1:
-        # Each micro-batch gathers the weights twice and scatters the gradients, beside the computation.
-        moved = (2 * 2 + 4) * spec.parameters * (n - 1) / n / cluster.bandwidth(n)
-        token = max(token, moved / fit.budget)
-    return Line(fixed, token / n)
+    # Each micro-batch gathers the weights twice and scatters the gradients, beside the computation.
+    moved = (2 * 2 + 4) * spec.parameters * (n - 1) / n / cluster.bandwidth(n)
+    token = max(token, moved / fit.budget)
+    least = max(token * work.longest, moved)  # of a rank: a sequence cannot be divided
+    return Line(fixed, token / n) if token * work.tokens / n > least else Line(fixed + least, 0.0)
 
 
 @dataclass(frozen=True)
