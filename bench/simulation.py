@@ -282,6 +282,9 @@ def real_run(config: str, options: list[str]) -> dict[str, Any]:
         path = Path(folder) / "run"
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         groups = [group for step in rollout_steps(path) for group in read_rollouts(path, step)]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    trained = sum(rollout.length for rollout in rollouts if rollout.learns)
+    share = trained / sum(rollout.length for rollout in rollouts)  # others are left out of the update
     steps = [row for row in rows if "async/staleness" in row and "eval/accuracy" not in row][2:]
     pipeline = Pipeline(
         engines=1,
@@ -291,8 +294,8 @@ def real_run(config: str, options: list[str]) -> dict[str, Any]:
         prompts=cfg.train.prompts,
         samples=cfg.train.samples,
         prompt_tokens=round(work.prompt_tokens),
-        lengths=[rollout.length for group in groups for rollout in group.rollouts],
-        update=speeds.update,
+        lengths=[rollout.length for rollout in rollouts],
+        update=replace(speeds.update, slope=share * speeds.update.slope),
         sync=speeds.sync,
         staleness=cfg.source.max_staleness,
         judge=speeds.judge.slope,
