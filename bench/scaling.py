@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.bench.workload import SHAPES
-from assay.build.plan import Cluster, StepWork, layouts, sync_seconds
+from assay.build.plan import Cluster, StepWork, layouts, steps_of, sync_seconds
 from assay.build.simulate import simulate
 from assay.runs.rollouts import read_rollouts, rollout_steps
 
@@ -50,7 +50,7 @@ def row(shape: str, gpus: int, prompts: int, samples: int, lengths: list[int], s
         "restarted": round(found.restarted, 1),
         "sync_s": round(best.pipeline.sync, 2),
         "delta_sync_s": round(delta, 2),
-        "delta_step_s": round(simulate(replace(best.pipeline, sync=delta), 4).step, 2),
+        "delta_step_s": round(simulate(replace(best.pipeline, sync=delta), *steps_of(work)).step, 2),
         "bottleneck": found.bottleneck,
     }
     print(json.dumps(made), flush=True)

@@ -113,7 +113,7 @@ def test_every_group_is_trained_once_and_none_is_too_old() -> None:
 def test_groups_that_take_too_long_are_sampled_again_and_then_waited_for() -> None:
     pipeline = replace(STEADY, engines=8, lengths=[10] * 15 + [2000], update=Line(0.5, 0.0), sync=0.0, staleness=1)
     simulation = Simulation(pipeline)
-    found = simulation.run(steps=20)
+    found = simulation.run(steps=20, warm=2)
     assert found.restarted > 0
     restarted = [group for group in simulation.trained if group.restarts]
     assert restarted and max(group.restarts for group in simulation.trained) <= 2

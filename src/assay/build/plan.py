@@ -58,6 +58,7 @@ SYNC_S = 0.1  # of a weight sync, whatever its size
 JUDGE_S = 1e-3  # per answer
 MEMORY_SHARE = 0.92  # of the memory that a plan uses
 OTHER_GIB = 3.0  # CUDA context, kernels' workspaces, logits
+MANY_ANSWERS = 10_000  # per step: fewer steps are simulated
 MOST_ROWS = 1024  # sequences that an engine decodes at a time, at most
 RECOMPUTED = 4 / 3  # time of an update with activation checkpointing
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -264,9 +265,7 @@ class Layout:
         return self.pipeline.staleness == 0
 
 
-def layout(
-    spec: ModelSpec, work: StepWork, cluster: Cluster, learner_gpus: int, staleness: int = 1, steps: int = 4
-) -> Layout | None:
+def layout(spec: ModelSpec, work: StepWork, cluster: Cluster, learner_gpus: int, staleness: int = 1) -> Layout | None:
     """Simulate a division; None if something does not fit. `staleness` 0: all GPUs do both."""
     engine = fit_engine(spec, work, cluster.peaks, cluster.per_node)
     engine_gpus = cluster.gpus if not staleness else cluster.gpus - learner_gpus
@@ -290,8 +289,13 @@ def layout(
         staleness=staleness,
         judge=JUDGE_S / max(engine_gpus, 8),
     )
-    result = simulate(pipeline, steps)
+    result = simulate(pipeline, *steps_of(work))
     return Layout(engine_gpus, learner_gpus, engine, learner, pipeline, result)
+
+
+def steps_of(work: StepWork) -> tuple[int, int]:
+    """How many steps are simulated, and how many before them."""
+    return (4, 2) if work.prompts * work.samples <= MANY_ANSWERS else (2, 1)
 
 
 def sync_seconds(spec: ModelSpec, cluster: Cluster, share: float = 1.0) -> float:

@@ -209,7 +209,7 @@ class Simulation:
         self.restarted = 0
         self.ages: Counter[int] = Counter()
 
-    def run(self, steps: int, warm: int = 2) -> SimulatedRun:
+    def run(self, steps: int, warm: int) -> SimulatedRun:
         """Simulate `warm` steps, and measure `steps` further ones."""
         for _ in range(warm):
             self.step()
@@ -341,8 +341,8 @@ class Simulation:
         self.time = until
 
 
-def simulate(pipeline: Pipeline, steps: int = 6) -> SimulatedRun:
-    return Simulation(pipeline).run(steps)
+def simulate(pipeline: Pipeline, steps: int = 6, warm: int = 2) -> SimulatedRun:
+    return Simulation(pipeline).run(steps, warm)
 
 
 def drawn_lengths(mean: float, limit: int, number: int = 2000) -> list[int]:

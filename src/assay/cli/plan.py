@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.bench.workload import SHAPES
-from assay.build.plan import GPUS, MEASURED_ON, Cluster, Layout, StepWork, assumptions, layouts, sync_seconds
+from assay.build.plan import GPUS, MEASURED_ON, Cluster, Layout, StepWork, assumptions, layouts, steps_of, sync_seconds
 from assay.build.preflight import model_spec
 from assay.build.simulate import drawn_lengths, simulate
 from assay.cli.runs import add_runs_dir
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     spec, work = spec_of(args.model), work_of(args)
     cluster = Cluster(args.gpus, args.gpu, args.per_node)
     found = layouts(spec, work, cluster, args.staleness)
-    delta = with_delta(spec, cluster, found[0])
+    delta = with_delta(spec, work, cluster, found[0])
     if args.json:
         print_json(as_json(spec, work, cluster, found, delta))
         return 0
@@ -95,16 +95,16 @@ def work_of(args: argparse.Namespace) -> StepWork:
             raise UserError(f"{folder} has kept no rollouts: give a run with save.rollouts above 0")
         lengths = [rollout.length for group in read_rollouts(folder, steps[-1]) for rollout in group.rollouts]
         return StepWork(*amounts, max(lengths), lengths)
-    mean = args.mean_tokens or args.answer_tokens / 2
+    mean = args.mean_tokens or max(args.answer_tokens / 2, 1)
     if not 1 <= mean <= args.answer_tokens:
         raise UserError(f"--mean-tokens must be between 1 and --answer-tokens {args.answer_tokens}, not {mean:g}")
     return StepWork(*amounts, args.answer_tokens, drawn_lengths(mean, args.answer_tokens))
 
 
-def with_delta(spec: ModelSpec, cluster: Cluster, best: Layout) -> tuple[float, float]:
+def with_delta(spec: ModelSpec, work: StepWork, cluster: Cluster, best: Layout) -> tuple[float, float]:
     """Seconds of a weight sync and of a step if only the bytes that change are sent."""
     sync = sync_seconds(spec, cluster, DELTA)
-    return sync, simulate(replace(best.pipeline, sync=sync)).step
+    return sync, simulate(replace(best.pipeline, sync=sync), *steps_of(work)).step
 
 
 def report(
@@ -112,8 +112,8 @@ def report(
 ) -> Iterator[str]:
     best = found[0]
     yield (
-        f"{name}: {count(spec.parameters)} parameters on {cluster.gpus} x {cluster.gpu.upper()}; {work.prompts} "
-        f"prompts x {plural(work.samples, 'answer')} per step"
+        f"{name}: {count(spec.parameters)} parameters on {cluster.gpus} x {cluster.gpu.upper()}; "
+        f"{plural(work.prompts, 'prompt')} x {plural(work.samples, 'answer')} per step"
     )
     yield ""
     yield "engines + learners   s per step   tokens/s   engines   learner   sync   age   limited by"
