@@ -41,7 +41,7 @@ GPUS = {
 }
 MEASURED_ON = "h200"
 
-# Factors by which the seconds of the H200 exceed what its peaks allow. Written by `bench/fit_cost.py`.
+# Factors by which the seconds of the H200 exceed what its peaks allow. `bench/fit_cost.py` prints them.
 DECODE_LAYER_S = 31.84e-6  # per position and layer, whatever runs: latency of kernels
 DECODE_MATMUL = 1.419
 DECODE_CACHE = 1.111
@@ -187,11 +187,11 @@ def fit_engine(spec: ModelSpec, work: StepWork, gpu: Gpu, per_node: int) -> Engi
             continue
         weights = 2 * spec.parameters / tp
         cache = (MEMORY_SHARE * gpu.memory - OTHER_GIB) * GIB - weights
-        # Sequences are on average half as long as when they end.
-        rows = int(cache * tp / per_token / (work.prompt_tokens + work.mean))
-        if cache > 0 and cache * tp / per_token >= 2 * work.longest:
-            needed = min(MOST_ROWS, rows)
-            return EngineFit(tp, weights / GIB, cache / GIB, max(needed, 1))
+        tokens = cache * tp / per_token
+        if tokens >= 2 * work.longest:
+            # Long answers run longer: the running ones are on average about as long as all of them are at their end.
+            rows = int(tokens / (work.prompt_tokens + work.mean))
+            return EngineFit(tp, weights / GIB, cache / GIB, min(MOST_ROWS, rows))
     return None
 
 
