@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from process_tree import descendants, ended
+from process_tree import descendants, ended, table
 from ray_nodes import KEY, SECRET, Nodes
 from small_run import SmallRuns
 from waiting import until
@@ -109,7 +109,8 @@ def test_what_a_program_has_started_ends_with_its_actor(nodes: Nodes, tmp_path: 
     if way == "ended":
         ray.kill(actor)
     else:
-        os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+        parent, _, _ = table()[pids[0]]  # of the supervisor: the process of the actor
+        os.kill(parent, signal.SIGKILL)
     assert ended(pids)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from assay.build.cost import Line, kv_bytes
 from assay.build.models import activation_bytes
-from assay.build.simulate import Decoding, Pipeline, SimulatedRun, drawn_lengths, simulate
+from assay.build.simulate import Decoding, Pipeline, SimulatedRun, simulate
 from assay.models.spec import ModelSpec
 from assay.types import UserError, unknown_name
 
@@ -92,12 +92,7 @@ class StepWork:
     samples: int
     prompt_tokens: int
     limit: int  # of tokens of an answer
-    lengths: Sequence[int] = ()
-    passes: int = 1
-
-    @classmethod
-    def of(cls, prompts: int, samples: int, prompt_tokens: int, limit: int, mean: float) -> StepWork:
-        return cls(prompts, samples, prompt_tokens, limit, drawn_lengths(mean, limit))
+    lengths: Sequence[int]
 
     @property
     def mean(self) -> float:
@@ -240,8 +235,8 @@ def fit_learner(spec: ModelSpec, work: StepWork, cluster: Cluster, gpus: int, be
 def update_line(spec: ModelSpec, work: StepWork, cluster: Cluster, fit: LearnerFit) -> Line:
     """Seconds of an update by the number of its tokens."""
     gpu, n = cluster.peaks, fit.gpus
-    token = train_seconds(spec, gpu, work.sequence) * (RECOMPUTED if fit.recompute else 1.0) * work.passes
-    fixed = OPTIMIZER_BYTES * spec.parameters / n / gpu.bandwidth * work.passes
+    token = train_seconds(spec, gpu, work.sequence) * (RECOMPUTED if fit.recompute else 1.0)
+    fixed = OPTIMIZER_BYTES * spec.parameters / n / gpu.bandwidth
     # Each micro-batch gathers the weights twice and scatters the gradients, beside the computation.
     moved = (2 * 2 + 4) * spec.parameters * (n - 1) / n / cluster.bandwidth(n)
     token = max(token, moved / fit.budget)

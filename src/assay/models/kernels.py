@@ -1,6 +1,6 @@
-"""Triton kernels: `scores_of` and `gradient_of` of `logprobs`, and `dequantize` of `lora`.
+"""Triton kernels: `scores_of` and `gradient_of` of `logprobs`, `dequantize` of `quantize`, `quantize_rows` of `fp8`.
 
-The first two read every logit once and store nothing else. The last reads each code once and writes each weight once.
+The first two read every logit once and store nothing else. The others read and write each number once.
 """
 
 from __future__ import annotations

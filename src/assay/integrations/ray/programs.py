@@ -101,9 +101,6 @@ class HostedProgram:
             file.seek(offset)
             return ended, file.read(MAX_OUTPUT)
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def exists(self, path: str) -> bool:
         return Path(path).exists()
 
