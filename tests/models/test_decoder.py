@@ -80,16 +80,18 @@ def test_logits_and_gradients_equal_transformers(case, make_hf, logit_difference
         torch.testing.assert_close(weight.grad, expected[name].grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("mode", [True, "offload"])
+@pytest.mark.parametrize("mode", [True, "offload", pytest.param("partial", marks=pytest.mark.slow)])
 def test_activation_checkpointing_changes_no_bit_of_the_gradients(mode, monkeypatch):
-    """What is kept shrinks; with "offload", the inputs of layers are moved to main memory."""
+    """What is kept shrinks; with "offload", the inputs of layers are moved to main memory. "partial" is compiled."""
     moved = []
     save_on_cpu = torch.autograd.graph.save_on_cpu
     monkeypatch.setattr("assay.models.decoder.save_on_cpu", lambda **kwargs: moved.append(1) or save_on_cpu(**kwargs))
     gradients, kept = {}, {}
     for setting in (False, mode):
         model = build_preset("nano", vocab_size=20, max_length=64, seed=0)
-        prepare_policy(model, LoopConfig(activation_checkpointing=setting))
+        prepare_policy(
+            model, LoopConfig(activation_checkpointing=setting, compile="on" if mode == "partial" else "off")
+        )
         sizes = Counter()
 
         def pack(tensor, sizes=sizes):
@@ -102,7 +104,7 @@ def test_activation_checkpointing_changes_no_bit_of_the_gradients(mode, monkeypa
         gradients[setting] = [weight.grad for weight in model.parameters()]
         kept[setting] = sizes["numbers"]
     assert all(torch.equal(a, b) for a, b in zip(*gradients.values(), strict=True))
-    assert kept[mode] < kept[False] / 4
+    assert kept[mode] < kept[False] * (0.9 if mode == "partial" else 0.25)
     assert len(moved) == (model.spec.layers if mode == "offload" else 0)
 
 
