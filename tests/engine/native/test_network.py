@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from assay.engine.sequence import BLOCK_SIZE
 from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
 from assay.models.device import uses_triton
+from assay.models.fp8 import Fp8Matrix
 from assay.types import UserError
 
 CPU = torch.device("cpu")
@@ -71,6 +73,28 @@ def test_hidden_states_equal_those_of_the_decoder(name: str) -> None:
         assert hidden is not None and (hidden - expected).abs().max() < 1e-6  # rotary angles are float32
         assert (network.unembed(hidden) - model.unembed(expected)).abs().max() < 1e-5
     assert torch.equal(kv, filled) and not kv[:, :, :, [1, 3]].any()  # `fill` stores the same keys and values
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_products_in_8_bits_give_nearly_the_same_hidden_states(name: str) -> None:
+    spec = replace(SPECS[name], hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, rotary=0)
+    model = small_decoder(spec)
+    exact, ops = fused(model, torch.float64), make_operations(spec, spec.max_length, CPU, torch.bfloat16)
+    network = FusedDecoder(spec, ops, CPU, torch.bfloat16, quantized=True)
+    copy_weights(network.canonical(), model.weights())
+    tokens = torch.tensor([5, 3, 60, 1, 1, 2, 17, 40, 8, 11])
+    chunk, positions = Chunk(tokens.tolist(), 0, len(tokens), [0, 1]), torch.arange(len(tokens))
+    kv, _ = new_cache(spec, 3, CPU, torch.bfloat16)
+    with torch.no_grad():
+        attend = ChunkAttention([chunk], BLOCK_SIZE, CPU, torch.bfloat16)
+        hidden = network.forward(tokens, ops.token_positions(positions, positions), kv, attend)
+        for target, weight in zip(exact.canonical().values(), network.canonical().values(), strict=True):
+            target.copy_(weight.codes.double() * weight.scales[:, None] if isinstance(weight, Fp8Matrix) else weight)
+        kv, _ = new_cache(spec, 3, CPU, torch.float64)
+        attend = ChunkAttention([chunk], BLOCK_SIZE, CPU, torch.float64)
+        expected = exact.forward(tokens, exact.ops.token_positions(positions, positions), kv, attend)
+    error = (hidden.double() - expected).norm() / expected.norm()
+    assert 0.005 < error < 0.25, error  # only activations are rounded
 
 
 @pytest.mark.parametrize("name", SPECS)

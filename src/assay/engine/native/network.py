@@ -18,14 +18,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from assay.models.decoder import GATES, embedding_scale, rms_norm
-from assay.models.fp8 import SCALES, Fp8Matrix
+from assay.models.fp8 import SCALES, Fp8Matrix, Quantized, Scaled, quantize
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
@@ -45,6 +45,17 @@ class TokenPositions:
     sin: Tensor | None = None
 
 
+@dataclass(slots=True)
+class Stream:
+    """Hidden states [N, D] between layers, and what the next norm adds to them."""
+
+    x: Tensor
+    added: Scaled | None = None
+
+    def sum(self) -> Tensor:
+        return self.x if self.added is None else self.x.add_(self.added.tensor())
+
+
 class Operations(Protocol):
     def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions: ...
     def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
@@ -56,6 +67,24 @@ class Operations(Protocol):
 
         `table`: of the model's rotary tables (`decoder.rope_tables`), the one of this layer.
         """
+
+
+class Fp8Operations(Operations, Protocol):
+    """Operations around products in 8 bits: those after a product apply its scales, those before one quantize."""
+
+    def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
+        """x += y, in place; then the norm of x (without `weight`, x itself)."""
+
+    def quantized_activation(self, gate_up: Scaled) -> Quantized: ...
+    def rotate_and_store(
+        self,
+        qkv: Tensor | Scaled,
+        at: TokenPositions,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        kv: Tensor,
+        table: int = 0,
+    ) -> Tensor: ...
 
 
 class TorchOperations:
@@ -74,14 +103,28 @@ class TorchOperations:
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps, self.spec.design.norm_offset)
 
+    def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
+        x = Stream(x, y).sum()
+        return quantize(x if weight is None else self.norm(x, weight))
+
     def activate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[self.spec.design.activation](gate).mul_(up)
 
+    def quantized_activation(self, gate_up: Scaled) -> Quantized:
+        return quantize(self.activate(gate_up.tensor()))
+
     def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
+        self,
+        qkv: Tensor | Scaled,
+        at: TokenPositions,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        kv: Tensor,
+        table: int = 0,
     ) -> Tensor:
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
+        qkv = qkv.tensor() if isinstance(qkv, Scaled) else qkv
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         rotated = qkv[:, : heads + kv_heads]
         if q_norm is not None and k_norm is not None:
@@ -124,11 +167,23 @@ class TritonOperations:
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, weight, self.spec.norm_eps, self.spec.design.norm_offset)
 
+    def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
+        return self.kernels.quantized_norm(x, y, weight, self.spec.norm_eps, self.spec.design.norm_offset)
+
     def activate(self, gate_up: Tensor) -> Tensor:
         return self.kernels.gated(gate_up, self.spec.design.activation)
 
+    def quantized_activation(self, gate_up: Scaled) -> Quantized:
+        return self.kernels.quantized_activation(gate_up, self.spec.design.activation)
+
     def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
+        self,
+        qkv: Tensor | Scaled,
+        at: TokenPositions,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        kv: Tensor,
+        table: int = 0,
     ) -> Tensor:
         design = self.spec.design
         return self.kernels.rope_store(
@@ -138,18 +193,22 @@ class TritonOperations:
         )
 
 
+def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros. On a CPU, small matrices are stored by columns: the C kernels need that, and OpenBLAS would transpose them
+    in every product. (Large ones are stored by rows, which is faster for products with a single row.)
+    """
+    if device.type == "cpu" and dtype == torch.float32 and len(shape) == 2 and math.prod(shape) <= SMALL_MATRIX:
+        return torch.zeros(shape[::-1], device=device, dtype=dtype).t()
+    return torch.zeros(shape, device=device, dtype=dtype)
+
+
 class FusedLayer:
+    matrix: Callable[..., Any] = staticmethod(new_weight)  # makes a weight matrix of zeros
+
     def __init__(
-        self,
-        spec: ModelSpec,
-        index: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        shard: TPShard | None,
-        quantized: bool,
+        self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shard: TPShard | None
     ) -> None:
-        new = partial(new_weight, device=device, dtype=dtype)
-        matrix: Callable[[int, int], Matrix] = partial(Fp8Matrix.zeros, device=device) if quantized else new
+        new, matrix = (partial(make, device=device, dtype=dtype) for make in (new_weight, self.matrix))
         self.spec, self.index, self.shard = spec, index, shard
         self.window, self.scale, self.rope_table = spec.window(index), spec.attention_scale, spec.rope_table(index)
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -191,16 +250,18 @@ class FusedLayer:
                 names |= {f"mlp.gate_proj.{kind}": gate, f"mlp.up_proj.{kind}": up}
         return {prefix + name: value for name, value in names.items() if value is not None}
 
-    def forward(self, x: Tensor, at: TokenPositions, ops: Operations, kv: Tensor, attend: Attend) -> Tensor:
-        q = self.store(x, at, ops, kv)
+    def forward(self, stream: Stream, at: TokenPositions, ops: Operations, kv: Tensor, attend: Attend) -> None:
+        x, q = stream.x, self.store(stream, at, ops, kv)
         attended = attend(kv, q, self.window, self.scale).flatten(1)
-        x = self.add(x, attended, self.out, self.out_bias, self.norms[1], ops)
-        gate_up = product(self.normed(x, 2, ops), self.gate_up, self.gate_up_bias)
-        return self.add(x, ops.activate(gate_up), self.down, self.down_bias, self.norms[3], ops)
+        self.add(x, attended, self.out, self.out_bias, self.norms[1], ops)
+        gate_up = F.linear(self.normed(x, 2, ops), self.gate_up, self.gate_up_bias)
+        self.add(x, ops.activate(gate_up), self.down, self.down_bias, self.norms[3], ops)
 
-    def store(self, x: Tensor, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
+    def store(self, stream: Stream, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
         """Return the queries; keys and values are stored in the cache."""
-        qkv = product(self.normed(x, 0, ops), self.qkv, self.qkv_bias)
+        return self.rotated(F.linear(self.normed(stream.x, 0, ops), self.qkv, self.qkv_bias), at, ops, kv)
+
+    def rotated(self, qkv: Tensor, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
         if not self.spec.design.qk_norm_over_heads:
             return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv, self.rope_table)
         for part, weight in zip(qkv.split(self.sizes, dim=1), (self.q_norm, self.k_norm), strict=False):
@@ -214,15 +275,49 @@ class FusedLayer:
         return x if weight is None else ops.norm(x, weight)
 
     def add(
-        self, x: Tensor, y: Tensor, weight: Matrix, bias: Tensor | None, norm: Tensor | None, ops: Operations
-    ) -> Tensor:
-        """x + norm(y @ weight.T + bias), in place."""
+        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, ops: Operations
+    ) -> None:
+        """x += norm(y @ weight.T + bias)"""
         if norm is None:
-            return residual(x, y, weight, bias, self.shard)
-        y = product(y, weight)
+            return add_product(x, y, weight, bias, self.shard)
+        y = F.linear(y, weight)
         if self.shard is not None:
             y = self.shard.sum_(y)
-        return x.add_(ops.norm(y if bias is None else y.add_(bias), norm))
+        x.add_(ops.norm(y if bias is None else y.add_(bias), norm))
+
+
+class Fp8Layer(FusedLayer):
+    """With products in 8 bits."""
+
+    matrix = staticmethod(Fp8Matrix.zeros)
+    qkv: Fp8Matrix
+    out: Fp8Matrix
+    gate_up: Fp8Matrix
+    down: Fp8Matrix
+
+    def forward(self, stream: Stream, at: TokenPositions, ops: Fp8Operations, kv: Tensor, attend: Attend) -> None:  # type: ignore[override]
+        q = self.store(stream, at, ops, kv)
+        attended = quantize(attend(kv, q, self.window, self.scale).flatten(1))
+        self.add(stream, self.out.product(attended, self.out_bias), self.norms[1], ops)
+        gate_up = self.gate_up.product(self.quantized(stream, 2, ops), self.gate_up_bias)
+        down = self.down.product(ops.quantized_activation(gate_up), self.down_bias)
+        self.add(stream, down, self.norms[3], ops)
+
+    def store(self, stream: Stream, at: TokenPositions, ops: Fp8Operations, kv: Tensor) -> Tensor:  # type: ignore[override]
+        qkv = self.qkv.product(self.quantized(stream, 0, ops), self.qkv_bias)
+        if self.spec.design.qk_norm_over_heads:
+            return self.rotated(qkv.tensor(), at, ops, kv)
+        return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv, self.rope_table)
+
+    def quantized(self, stream: Stream, place: int, ops: Fp8Operations) -> Quantized:
+        added, stream.added = stream.added, None
+        return ops.quantized_norm(stream.x, added, self.norms[place])
+
+    def add(self, stream: Stream, y: Scaled, norm: Tensor | None, ops: Fp8Operations) -> None:  # type: ignore[override]
+        if norm is None:
+            stream.added = y
+        else:
+            stream.x.add_(ops.norm(y.tensor(), norm))
 
 
 class FusedDecoder:
@@ -242,7 +337,8 @@ class FusedDecoder:
         self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
         self.scale = embedding_scale(spec, dtype) if spec.design.scaled_embedding else None
-        self.layers = [FusedLayer(spec, index, device, dtype, shard, quantized) for index in range(spec.layers)]
+        layer = Fp8Layer if quantized else FusedLayer
+        self.layers = [layer(spec, index, device, dtype, shard) for index in range(spec.layers)]
 
     def canonical(self) -> dict[str, Matrix]:
         """Every weight once, under its Hugging Face name, as a view of the served weights."""
@@ -266,17 +362,17 @@ class FusedDecoder:
 
     def forward(self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> Tensor:
         """Hidden states [N, D] of token ids [N]; their keys and values are stored in the cache."""
-        x = self.embed(ids)
+        stream = Stream(self.embed(ids))
         for layer, cache in zip(self.layers, kv, strict=True):
-            x = layer.forward(x, at, self.ops, cache, attend)
-        return self.ops.norm(x, self.norm)
+            layer.forward(stream, at, self.ops, cache, attend)
+        return self.ops.norm(stream.sum(), self.norm)
 
     def fill(self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> None:
         """Only store keys and values: the rest of the last layer is not computed."""
-        x = self.embed(ids)
+        stream = Stream(self.embed(ids))
         for layer, cache in zip(self.layers[:-1], kv, strict=False):
-            x = layer.forward(x, at, self.ops, cache, attend)
-        self.layers[-1].store(x, at, self.ops, kv[-1])
+            layer.forward(stream, at, self.ops, cache, attend)
+        self.layers[-1].store(stream, at, self.ops, kv[-1])
 
     def embed(self, ids: Tensor) -> Tensor:
         if self.shard is None:
@@ -291,27 +387,13 @@ class FusedDecoder:
         return logits if self.shard is None else self.shard.gather(logits, 1, self.spec.vocab_size)
 
 
-def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros. On a CPU, small matrices are stored by columns: the C kernels need that, and OpenBLAS would transpose them
-    in every product. (Large ones are stored by rows, which is faster for products with a single row.)
-    """
-    if device.type == "cpu" and dtype == torch.float32 and len(shape) == 2 and math.prod(shape) <= SMALL_MATRIX:
-        return torch.zeros(shape[::-1], device=device, dtype=dtype).t()
-    return torch.zeros(shape, device=device, dtype=dtype)
-
-
-def product(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T (+ bias)"""
-    return weight.product(x, bias) if isinstance(weight, Fp8Matrix) else F.linear(x, weight, bias)
-
-
-def residual(x: Tensor, y: Tensor, weight: Matrix, bias: Tensor | None, shard: TPShard | None) -> Tensor:
-    """x + y @ weight.T (+ bias), in place: one operation if there is no bias and a single rank."""
-    if isinstance(weight, Fp8Matrix):
-        return x.add_(weight.product(y, bias))
+def add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shard: TPShard | None) -> None:
+    """x += y @ weight.T (+ bias): one operation if there is no bias and a single rank."""
     if shard is not None:
         x.add_(shard.sum_(F.linear(y, weight)))
-        return x if bias is None else x.add_(bias)
-    if bias is None:
-        return x.addmm_(y, weight.t())
-    return x.add_(F.linear(y, weight, bias))
+        if bias is not None:
+            x.add_(bias)
+    elif bias is None:
+        x.addmm_(y, weight.t())
+    else:
+        x.add_(F.linear(y, weight, bias))

@@ -5,8 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from assay.engine.native.kernels.layers import gated, rms_norm, rope_store, start_step
+from assay.engine.native.kernels.layers import (
+    gated,
+    quantized_activation,
+    quantized_norm,
+    rms_norm,
+    rope_store,
+    start_step,
+)
 from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
+from assay.models.fp8 import LARGEST, Quantized, Scaled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts bfloat16 off where a device rounds it to the nearest.
@@ -45,6 +53,60 @@ def test_gated(size: int, dtype: torch.dtype) -> None:
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_near(gated(gate_up), F.silu(gate) * up)
     assert_near(gated(gate_up, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
+
+
+def scaled(rows: int, size: int, bias: bool, seed: int = 0) -> Scaled:
+    generator = torch.Generator().manual_seed(seed)
+    scales = [torch.rand(count, generator=generator).to(DEVICE) + 0.1 for count in (rows, size)]
+    columns_bias = normal(size, dtype=torch.bfloat16, seed=seed + 1) if bias else None
+    return Scaled(normal(rows, size, dtype=torch.bfloat16, seed=seed + 2), *scales, columns_bias)
+
+
+def assert_quantized(found: Quantized, expected: Tensor) -> None:
+    """`expected` in float64, before it is rounded to bfloat16 and then to codes."""
+    torch.testing.assert_close(found.scales.double(), expected.abs().amax(1) / LARGEST, rtol=2**-7, atol=0)
+    if DEVICE == "cuda":  # Triton's interpreter rounds 8-bit numbers wrongly
+        values = found.codes.double() * found.scales[:, None].double()
+        gap = (values - expected).abs()
+        assert (gap <= expected.abs() * 2**-3.9 + found.scales[:, None] * 2**-9).all()
+        assert gap.norm() < 0.04 * expected.norm()
+
+
+@pytest.mark.parametrize(("size", "offset", "bias"), [(48, 0.0, False), (896, 1.0, True)])
+def test_a_scaled_product_is_added_normalized_and_quantized(size: int, offset: float, bias: bool) -> None:
+    x, weight, added = normal(3, size, dtype=torch.bfloat16), normal(size, dtype=torch.bfloat16, seed=1), None
+    for added in (scaled(3, size, bias), None):
+        before = x.double()
+        total = before + (0.0 if added is None else added.tensor().double())
+        found = quantized_norm(x, added, weight, 1e-6, offset)
+        assert_near(x, total, 2)
+        y = x.double()
+        normed = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight.double() + offset)
+        assert_quantized(found, normed)
+    assert_quantized(quantized_norm(x, None, None, 1e-6), x.double())
+
+
+@pytest.mark.parametrize(("size", "bias", "activation"), [(48, True, "silu"), (4112, False, "gelu_tanh")])
+def test_a_scaled_activation_is_quantized(size: int, bias: bool, activation: str) -> None:
+    gate_up = scaled(3, 2 * size, bias)
+    gate, up = (
+        gate_up.values.double() * gate_up.rows[:, None] * gate_up.columns + (gate_up.bias if bias else 0)
+    ).chunk(2, dim=-1)
+    function = F.silu if activation == "silu" else lambda x: F.gelu(x, approximate="tanh")
+    assert_quantized(quantized_activation(gate_up, activation), function(gate) * up)
+
+
+@pytest.mark.parametrize(("rotated", "bias", "norm"), [(64, True, False), (32, False, False), (64, False, True)])
+def test_rope_store_of_a_scaled_product(rotated: int, bias: bool, norm: bool) -> None:
+    heads, kv_heads, size = 6, 2, 64
+    qkv = scaled(4, (heads + 2 * kv_heads) * size, bias)
+    positions, slots = torch.tensor([3, 0, 199, 17], device=DEVICE), torch.tensor([1, -1, 0, 9], device=DEVICE)
+    norms = (normal(size, dtype=torch.bfloat16, seed=seed) if norm else None for seed in (1, 2))
+    layout = positions, slots, rope_table(rotated), *norms, 1e-3
+    caches = [torch.zeros(2, kv_heads, 2, BLOCK_SIZE, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    found, expected = (rope_store(x, *layout, cache) for x, cache in zip((qkv, qkv.tensor()), caches, strict=True))
+    for mine, theirs in ((found, expected), caches):
+        assert_near(mine, theirs.double(), 4)
 
 
 def rope_table(size: int, length: int = 200) -> Tensor:

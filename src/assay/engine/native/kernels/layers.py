@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from assay.engine.sequence import Column, RowState
+from assay.models.fp8 import LARGEST, LEAST, Quantized, Scaled
 
 MLP_BLOCK = 1024  # elements of a row per program of gated
+ROW_BLOCK = 4096  # elements of a row that quantized_activation reads together
 HEADS_BLOCK = 8  # heads per program of rope_store
 STEP_BLOCK = 128  # rows per program of start_step
 LANE = 256  # elements per warp: each thread loads 16 bytes of 16-bit numbers at once
@@ -19,6 +21,9 @@ TOKEN, POSITION, STORED, STATE, RUNNING = (
 )
 
 
+LARGEST_CODE, SMALLEST_SCALED = tl.constexpr(LARGEST), tl.constexpr(LEAST)
+
+
 def warps_for(elements: int) -> int:
     """Number of warps; `elements` is a power of two."""
     return min(max(elements // LANE, 1), 16)
@@ -26,23 +31,109 @@ def warps_for(elements: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x [N, D] divided by its root mean square, times weight [D] + offset; rounded once."""
-    assert x.is_contiguous()
     out = torch.empty_like(x)
-    size = x.shape[1]
-    block = triton.next_power_of_2(size)
-    _rms_norm[(x.shape[0],)](x, weight, out, eps, OFFSET=offset, SIZE=size, BLOCK=block, num_warps=warps_for(block))
+    _launch_norm(x, None, weight, eps, offset, out, None)
     return out
 
 
+def quantized_norm(x: Tensor, y: Scaled | None, weight: Tensor | None, eps: float, offset: float = 0.0) -> Quantized:
+    """x [N, D] += y, in place; then the norm of x (without `weight`, x itself), quantized."""
+    out = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(len(x), device=x.device, dtype=torch.float32)
+    _launch_norm(x, y, weight, eps, offset, out, scales)
+    return Quantized(out, scales)
+
+
+def _launch_norm(
+    x: Tensor, y: Scaled | None, weight: Tensor | None, eps: float, offset: float, out: Tensor, scales: Tensor | None
+) -> None:
+    assert x.is_contiguous()
+    size = x.shape[1]
+    block = triton.next_power_of_2(size)
+    if len(x) == 0:
+        return
+    _norm[(len(x),)](
+        *(x, *factors(y, x), x if weight is None else weight, out, x if scales is None else scales, eps),
+        ADD=y is not None,
+        BIAS=y is not None and y.bias is not None,
+        NORM=weight is not None,
+        QUANTIZE=scales is not None,
+        OFFSET=offset,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=warps_for(block),
+    )
+
+
+def factors(x: Scaled | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values, scales of rows and columns, and bias; `unused` in place of what there is not."""
+    if x is None:
+        return (unused,) * 4
+    assert x.values.is_contiguous()
+    return x.values, x.rows, x.columns, unused if x.bias is None else x.bias
+
+
 @triton.jit
-def _rms_norm(x, weight, out, eps, OFFSET: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * SIZE
+def _norm(
+    x,
+    y,
+    rows,
+    columns,
+    bias,
+    weight,
+    out,
+    scales,
+    eps,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = index * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
-    tl.store(out + row + column, value.to(out.dtype.element_ty), mask=inside)
+    if ADD:
+        value += _scaled(y + row + column, tl.load(rows + index), columns + column, bias + column, inside, BIAS)
+        rounded = value.to(x.dtype.element_ty)
+        tl.store(x + row + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if NORM:
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
+    if QUANTIZE:
+        # Rounded as the activations of the trainer are, before the codes are.
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+        scale = _scale_of(tl.max(tl.abs(value), 0))
+        tl.store(scales + index, scale)
+        tl.store(out + row + column, _codes(value, scale), mask=inside)
+    else:
+        tl.store(out + row + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled(values, row_scale, columns, bias, inside, BIAS: tl.constexpr):
+    """A part of a `Scaled`, given by pointers."""
+    value = tl.load(values, mask=inside, other=0.0).to(tl.float32)
+    value = value * row_scale * tl.load(columns, mask=inside, other=0.0)
+    if BIAS:
+        value += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _scale_of(largest):
+    return tl.div_rn(tl.maximum(largest, SMALLEST_SCALED), LARGEST_CODE)
+
+
+@triton.jit
+def _codes(value, scale):
+    code = value * tl.div_rn(1.0, scale)  # a division of each value takes twice as long
+    return tl.minimum(tl.maximum(code, -LARGEST_CODE), LARGEST_CODE).to(tl.float8e4nv)
 
 
 def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -64,15 +155,86 @@ def _activation(gate_up, out, GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.
     inside = column < SIZE
     gate = tl.load(gate_up + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + 2 * row + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + column, _gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(gate, up, GELU: tl.constexpr):
     exponent = gate
     if GELU:  # gate times the logistic function of 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
         exponent = gate * (1.5957691216 + 0.0713548163 * gate * gate)
-    value = gate / (1.0 + tl.exp(-exponent)) * up
-    tl.store(out + row + column, value.to(out.dtype.element_ty), mask=inside)
+    return gate / (1.0 + tl.exp(-exponent)) * up
+
+
+def quantized_activation(gate_up: Scaled, activation: str = "silu") -> Quantized:
+    """`gated`, quantized."""
+    rows, size = gate_up.values.shape[0], gate_up.values.shape[1] // 2
+    out = torch.empty((rows, size), device=gate_up.values.device, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, device=out.device, dtype=torch.float32)
+    block = min(triton.next_power_of_2(size), ROW_BLOCK)
+    if rows:
+        _quantized_activation[(rows,)](
+            *(*factors(gate_up, scales), out, scales),
+            BIAS=gate_up.bias is not None,
+            GELU=activation == "gelu_tanh",
+            SIZE=size,
+            BLOCK=block,
+            num_warps=warps_for(block),
+        )
+    return Quantized(out, scales)
+
+
+@triton.jit
+def _quantized_activation(
+    values,
+    rows,
+    columns,
+    bias,
+    out,
+    scales,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row, read twice: for its largest number, and for the codes. The second time it comes from a cache."""
+    index = tl.program_id(0).to(tl.int64)
+    row = index * SIZE
+    row_scale = tl.load(rows + index)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        value = _scaled_gated(values + 2 * row, row_scale, columns, bias, start, BIAS, GELU, SIZE, BLOCK)
+        largest = tl.maximum(largest, tl.abs(value))
+    scale = _scale_of(tl.max(largest, 0))
+    tl.store(scales + index, scale)
+    for start in range(0, SIZE, BLOCK):
+        value = _scaled_gated(values + 2 * row, row_scale, columns, bias, start, BIAS, GELU, SIZE, BLOCK)
+        column = start + tl.arange(0, BLOCK)
+        tl.store(out + row + column, _codes(value, scale), mask=column < SIZE)
+
+
+@triton.jit
+def _scaled_gated(
+    values,
+    row_scale,
+    columns,
+    bias,
+    start,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = start + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    other = SIZE + column
+    gate = _scaled(values + column, row_scale, columns + column, bias + column, inside, BIAS)
+    up = _scaled(values + other, row_scale, columns + other, bias + other, inside, BIAS)
+    return _gated(gate, up, GELU).to(values.dtype.element_ty).to(tl.float32)
 
 
 def rope_store(
-    qkv: Tensor,
+    qkv: Tensor | Scaled,
     positions: Tensor,
     slots: Tensor,
     rotations: Tensor,
@@ -91,6 +253,7 @@ def rope_store(
     `slots` [N] index kv_layer [2, K, blocks, block_size, d]; -1: not stored. With `q_norm` and `k_norm` [d], every head
     is normalized first; their weights are increased by `offset`.
     """
+    scaled, qkv = (qkv, qkv.values) if isinstance(qkv, Scaled) else (None, qkv)
     assert qkv.is_contiguous() and positions.is_contiguous() and slots.is_contiguous()
     assert rotations.is_contiguous() and kv_layer.is_contiguous()
     _, kv_heads, blocks, block_size, size = kv_layer.shape
@@ -102,10 +265,12 @@ def rope_store(
     half_block, rest_block = triton.next_power_of_2(half), triton.next_power_of_2(max(size - 2 * half, 1))
     group = min(triton.next_power_of_2(all_heads), HEADS_BLOCK)
     _rope_store[(rows, triton.cdiv(all_heads, group))](
-        *(qkv, positions, slots, rotations),
+        *(qkv, *factors(scaled, q)[1:], positions, slots, rotations),
         q if q_norm is None else q_norm,  # without norms these are not read
         q if k_norm is None else k_norm,
         *(eps, kv_layer, q, blocks * block_size * size),
+        SCALED=scaled is not None,
+        BIAS=scaled is not None and scaled.bias is not None,
         NORM=q_norm is not None,
         OFFSET=offset,
         INTERLEAVED=interleaved,
@@ -124,6 +289,9 @@ def rope_store(
 @triton.jit
 def _rope_store(
     qkv,
+    row_scales,
+    column_scales,
+    bias,
     positions,
     slots,
     rotations,
@@ -133,6 +301,8 @@ def _rope_store(
     kv,
     q,
     head_stride,  # elements of one head in the cache
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -155,8 +325,16 @@ def _rope_store(
     dtype = q.dtype.element_ty
 
     start = qkv + row * ((HEADS + 2 * KV_HEADS) * SIZE) + head * SIZE
-    a = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(start + column + APART, mask=inside, other=0.0).to(tl.float32)
+    at = head * SIZE + column
+    if SCALED:  # rounded as the result of a product is
+        row_scale = tl.load(row_scales + row)
+        a = _scaled(start + column, row_scale, column_scales + at, bias + at, inside, BIAS).to(dtype).to(tl.float32)
+        at += APART
+        b = _scaled(start + column + APART, row_scale, column_scales + at, bias + at, inside, BIAS)
+        b = b.to(dtype).to(tl.float32)
+    else:
+        a = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(start + column + APART, mask=inside, other=0.0).to(tl.float32)
     is_value = head >= HEADS + KV_HEADS
     target = q + row * (HEADS * SIZE) + head * SIZE
     slot = tl.load(slots + row)
@@ -190,7 +368,11 @@ def _rope_store(
     if ROTATED < SIZE:
         column = ROTATED + tl.arange(0, REST_BLOCK)[None, :]
         inside = (head < HEADS + 2 * KV_HEADS) & (column < SIZE)
-        rest = tl.load(start + column, mask=inside, other=0.0)
+        if SCALED:
+            at = head * SIZE + column
+            rest = _scaled(start + column, row_scale, column_scales + at, bias + at, inside, BIAS).to(dtype)
+        else:
+            rest = tl.load(start + column, mask=inside, other=0.0)
         tl.store(target + column, rest, mask=inside & (head < HEADS))
         tl.store(place + column, rest, mask=inside & (head >= HEADS) & (slot >= 0))
 
