@@ -3,7 +3,7 @@
     python bench/kernels.py --shape 7b --rows 1024 256 --length 256 --json kernels.json
 
 Each kernel runs in a CUDA graph, on several copies of its data in turn, so that weights come from memory and not from a
-cache. The roofline of a kernel is the larger of two times: its bytes at the speed of a large copy, and its operations
+cache. The roofline of a kernel is the larger of two times: its bytes at the speed of a large sum, and its operations
 at the speed of a large product, both measured on the same GPU just before.
 """
 
@@ -67,10 +67,9 @@ def seconds(calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def peaks() -> dict[str, float]:
-    """Bytes per second of a large copy; operations per second of large products."""
-    size = 2**30
-    source, target = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    found = {"bytes": 2 * size / seconds([lambda: target.copy_(source)])}
+    """Bytes per second of a large sum, which only reads; operations per second of large products."""
+    large = torch.ones(2**28, device=DEVICE)
+    found = {"bytes": large.nbytes / seconds([lambda: large.sum()])}
     wide = torch.randn(8192, 8192, device=DEVICE, dtype=DTYPE)
     found["bfloat16"] = 2 * 8192**3 / seconds([lambda: wide @ wide])
     codes, one = wide.to(torch.float8_e4m3fn), torch.ones((), device=DEVICE)
