@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.native.network import FusedDecoder, Operations, TokenPositions
+from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.runner import Runner
 from assay.engine.sampler import BLOCK, GOLDEN, LOG_STEPS, MULTIPLIERS, Rows
 from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
@@ -76,7 +76,7 @@ def load_library(compiler: str) -> ctypes.CDLL | None:
     return library
 
 
-class CompiledOperations(Operations):
+class CompiledOperations:
     """`TorchOperations` in C; all tensors must be contiguous."""
 
     def __init__(self, spec: ModelSpec, angles: Tensor, library: ctypes.CDLL) -> None:

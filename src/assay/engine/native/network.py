@@ -15,11 +15,10 @@ CUDA; `compiled` has them in C for CPUs.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,31 +56,10 @@ class Stream:
         return self.x if self.added is None else self.x.add_(self.added.tensor())
 
 
-class Operations(ABC):
-    @abstractmethod
+class Operations(Protocol):
     def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions: ...
-
-    @abstractmethod
     def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
-
-    @abstractmethod
     def activate(self, gate_up: Tensor) -> Tensor: ...
-
-    def normed_product(self, x: Tensor, norm: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x after the norm, @ weight.T (+ bias)"""
-        return F.linear(x if norm is None else self.norm(x, norm), weight, bias)
-
-    def gated_product(self, x: Tensor, norm: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.activate(self.normed_product(x, norm, weight, bias))
-
-    def add_product(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """x += y @ weight.T (+ bias): one operation if there is no bias."""
-        if bias is None:
-            x.addmm_(y, weight.t())
-        else:
-            x.add_(F.linear(y, weight, bias))
-
-    @abstractmethod
     def rotate_and_store(
         self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
     ) -> Tensor:
@@ -91,17 +69,13 @@ class Operations(ABC):
         """
 
 
-class Fp8Operations(Operations):
+class Fp8Operations(Operations, Protocol):
     """Operations around products in 8 bits: those after a product apply its scales, those before one quantize."""
 
-    @abstractmethod
     def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
         """x += y, in place; then the norm of x (without `weight`, x itself)."""
 
-    @abstractmethod
     def quantized_activation(self, gate_up: Scaled) -> Quantized: ...
-
-    @abstractmethod
     def rotate_and_store(
         self,
         qkv: Tensor | Scaled,
@@ -113,7 +87,7 @@ class Fp8Operations(Operations):
     ) -> Tensor: ...
 
 
-class TorchOperations(Fp8Operations):
+class TorchOperations:
     def __init__(self, spec: ModelSpec, angles: Tensor, dtype: torch.dtype) -> None:
         """`angles` [tables, max_length, rotated / 2]"""
         self.spec = spec
@@ -180,43 +154,18 @@ class TorchOperations(Fp8Operations):
         return part if size == x.shape[-1] else torch.cat((part, x[..., size:]), dim=-1)
 
 
-class TritonOperations(Fp8Operations):
+class TritonOperations:
     def __init__(self, spec: ModelSpec, rotations: Tensor) -> None:
         """`rotations` [tables, max_length, rotated]: cosines, then sines"""
-        from assay.engine.native.kernels import layers, products
+        from assay.engine.native.kernels import layers
 
-        self.spec, self.rotations, self.kernels, self.products = spec, rotations, layers, products
-        self.counters = products.new_counters(spec.hidden, rotations.device)
+        self.spec, self.rotations, self.kernels = spec, rotations, layers
 
     def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions:
         return TokenPositions(positions, slots)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, weight, self.spec.norm_eps, self.spec.design.norm_offset)
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether a product of these rows is faster in one kernel with what comes before and after it."""
-        return len(x) <= self.products.MAX_ROWS and x.dtype.itemsize == 2
-
-    def normed_product(self, x: Tensor, norm: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self.fits(x):
-            return super().normed_product(x, norm, weight, bias)
-        eps, offset = self.spec.norm_eps, self.spec.design.norm_offset
-        return self.products.product(x, weight, bias, norm=norm, eps=eps, offset=offset)
-
-    def gated_product(self, x: Tensor, norm: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self.fits(x):
-            return super().gated_product(x, norm, weight, bias)
-        eps, design = self.spec.norm_eps, self.spec.design
-        return self.products.product(
-            x, weight, bias, norm=norm, eps=eps, offset=design.norm_offset, activation=design.activation
-        )
-
-    def add_product(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        if self.fits(x):
-            self.products.product(y, weight, bias, add_to=x, counters=self.counters)
-        else:
-            super().add_product(x, y, weight, bias)
 
     def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
         return self.kernels.quantized_norm(x, y, weight, self.spec.norm_eps, self.spec.design.norm_offset)
@@ -305,12 +254,12 @@ class FusedLayer:
         x, q = stream.x, self.store(stream, at, ops, kv)
         attended = attend(kv, q, self.window, self.scale).flatten(1)
         self.add(x, attended, self.out, self.out_bias, self.norms[1], ops)
-        inner = ops.gated_product(x, self.norms[2], self.gate_up, self.gate_up_bias)
-        self.add(x, inner, self.down, self.down_bias, self.norms[3], ops)
+        gate_up = F.linear(self.normed(x, 2, ops), self.gate_up, self.gate_up_bias)
+        self.add(x, ops.activate(gate_up), self.down, self.down_bias, self.norms[3], ops)
 
     def store(self, stream: Stream, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
         """Return the queries; keys and values are stored in the cache."""
-        return self.rotated(ops.normed_product(stream.x, self.norms[0], self.qkv, self.qkv_bias), at, ops, kv)
+        return self.rotated(F.linear(self.normed(stream.x, 0, ops), self.qkv, self.qkv_bias), at, ops, kv)
 
     def rotated(self, qkv: Tensor, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
         if not self.spec.design.qk_norm_over_heads:
@@ -320,17 +269,21 @@ class FusedLayer:
                 part.copy_(ops.norm(part.contiguous(), weight))
         return ops.rotate_and_store(qkv, at, None, None, kv, self.rope_table)
 
+    def normed(self, x: Tensor, place: int, ops: Operations) -> Tensor:
+        """`x` after the norm at one of the four places of `BlockDesign.norms`, if there is one."""
+        weight = self.norms[place]
+        return x if weight is None else ops.norm(x, weight)
+
     def add(
         self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, ops: Operations
     ) -> None:
         """x += norm(y @ weight.T + bias)"""
-        if norm is None and self.shard is None:
-            return ops.add_product(x, y, weight, bias)
+        if norm is None:
+            return add_product(x, y, weight, bias, self.shard)
         y = F.linear(y, weight)
         if self.shard is not None:
             y = self.shard.sum_(y)
-        y = y if bias is None else y.add_(bias)
-        x.add_(y if norm is None else ops.norm(y, norm))
+        x.add_(ops.norm(y if bias is None else y.add_(bias), norm))
 
 
 class Fp8Layer(FusedLayer):
@@ -432,3 +385,15 @@ class FusedDecoder:
     def unembed(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden, self.head)
         return logits if self.shard is None else self.shard.gather(logits, 1, self.spec.vocab_size)
+
+
+def add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, shard: TPShard | None) -> None:
+    """x += y @ weight.T (+ bias): one operation if there is no bias and a single rank."""
+    if shard is not None:
+        x.add_(shard.sum_(F.linear(y, weight)))
+        if bias is not None:
+            x.add_(bias)
+    elif bias is None:
+        x.addmm_(y, weight.t())
+    else:
+        x.add_(F.linear(y, weight, bias))
