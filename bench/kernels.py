@@ -25,7 +25,7 @@ from assay.engine.native.kernels import attention, layers, sampling
 from assay.engine.sampler import Rows
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState
 from assay.models import ModelSpec
-from assay.models.fp8 import Fp8Matrix, quantize
+from assay.models.fp8 import Scaled
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -96,16 +96,8 @@ def products(spec: ModelSpec, rows: int) -> list[Kernel]:
             out = new(rows, outputs)
             return lambda: torch.mm(x, weight.t(), out=out)
 
-        def by_row(outputs: int = outputs, inputs: int = inputs) -> Callable[[], Any]:
-            codes, scales = quantize(new(rows, inputs))
-            weight = Fp8Matrix.zeros(outputs, inputs, DEVICE)
-            weight.copy_(new(outputs, inputs))
-            return lambda: torch._scaled_mm(
-                *(codes, weight.codes.t()), scales[:, None], weight.scales[None], out_dtype=DTYPE, use_fast_accum=True
-            )
-
-        def by_tensor(outputs: int = outputs, inputs: int = inputs) -> Callable[[], Any]:
-            codes, weight = (quantize(new(size, inputs))[0] for size in (rows, outputs))
+        def eight_bits(outputs: int = outputs, inputs: int = inputs) -> Callable[[], Any]:
+            codes, weight = (new(size, inputs).to(torch.float8_e4m3fn) for size in (rows, outputs))
             one = torch.ones((), device=DEVICE)
             return lambda: torch._scaled_mm(codes, weight.t(), one, one, out_dtype=DTYPE, use_fast_accum=True)
 
@@ -113,8 +105,7 @@ def products(spec: ModelSpec, rows: int) -> list[Kernel]:
         kernels.append(Kernel(name, count, plain, 2 * (moved + rows * outputs), operations))
         if name != "head" and rows >= 16:
             size = moved + 2 * rows * outputs
-            kernels.append(Kernel(f"{name}, fp8 by row", count, by_row, size, operations, "fp8"))
-            kernels.append(Kernel(f"{name}, fp8 by tensor", count, by_tensor, size, operations, "fp8"))
+            kernels.append(Kernel(f"{name}, fp8", count, eight_bits, size, operations, "fp8"))
     return kernels
 
 
@@ -147,12 +138,21 @@ def others(spec: ModelSpec, rows: int, length: int) -> list[Kernel]:
         rotations = torch.randn(rows, d, device=DEVICE)
         return lambda: layers.rope_store(qkv, places, places, rotations, None, None, 1e-6, kv)
 
-    def quantized(size: int) -> Callable[[], Callable[[], Any]]:
-        def make() -> Callable[[], Any]:
-            x = new(rows, size)
-            return lambda: quantize(x)
+    def product(size: int) -> Scaled:
+        one = torch.ones(rows, device=DEVICE)
+        return Scaled(new(rows, size), one, one[:1], [size], None)
 
-        return make
+    def quantized_norm() -> Callable[[], Any]:
+        x, y, weight = new(rows, hidden), product(hidden), new(hidden)
+        return lambda: layers.quantized_norm(x, y, weight, 1e-6)
+
+    def quantized_activation() -> Callable[[], Any]:
+        gate_up = product(2 * inner)
+        return lambda: layers.quantized_activation(gate_up)
+
+    def quantized() -> Callable[[], Any]:
+        x = new(rows, heads * d)
+        return lambda: layers.quantized_norm(x, None, None, 1e-6)
 
     def draw() -> Callable[[], Any]:
         table = Rows(rows, 8, DEVICE, DTYPE)
@@ -172,8 +172,9 @@ def others(spec: ModelSpec, rows: int, length: int) -> list[Kernel]:
         Kernel("norm", 2 * spec.layers + 1, norm, 4 * rows * hidden),
         Kernel("activation", spec.layers, activate, 6 * rows * inner),
         Kernel("rotation and store", spec.layers, rotate, 4 * rows * width),
-        Kernel("quantize the hidden state", 0, quantized(hidden), 3 * rows * hidden),
-        Kernel("quantize the activations of the MLP", 0, quantized(inner), 3 * rows * inner),
+        Kernel("addition and norm, fp8", 2 * spec.layers, quantized_norm, 7 * rows * hidden),
+        Kernel("activation, fp8", spec.layers, quantized_activation, 5 * rows * inner),
+        Kernel("quantized results of attention", spec.layers, quantized, 3 * rows * heads * d),
         Kernel("sampling", 1, draw, 2 * rows * spec.vocab_size),
     ]
 

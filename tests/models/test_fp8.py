@@ -9,7 +9,7 @@ import torch
 
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.mesh import Mesh
-from assay.models import build_preset, fp8
+from assay.models import build_preset
 from assay.models.base import HFModel
 from assay.models.fp8 import LARGEST, SCALES, Fp8Matrix, is_quantized, quantize, served_weights
 from assay.training.sync import SyncError, compare_fingerprints, sync_weights
@@ -44,27 +44,17 @@ def test_a_row_is_rounded_to_its_nearest_codes() -> None:
     assert not codes[4].float().any()
 
 
-def test_the_kernel_rounds_as_torch() -> None:
-    kernels = pytest.importorskip("assay.models.kernels")
-    x = (5 * torch.randn(9, 100, generator=torch.Generator().manual_seed(2))).to(DEVICE, torch.bfloat16)
-    if DEVICE.type == "cpu":  # Triton's interpreter rounds 8-bit numbers wrongly: only those that need no rounding
-        x = (20 * x).to(torch.float8_e4m3fn).to(torch.bfloat16) / 8
-        x[:, 7] = LARGEST / 8
-    codes, scales = kernels.quantize_rows(x, LARGEST, fp8.LEAST)
-    expected = x.float().abs().amax(1) / LARGEST
-    assert torch.equal(scales, expected)
-    assert torch.equal(codes.float(), (x.float() * expected.reciprocal()[:, None]).to(torch.float8_e4m3fn).float())
-
-
 def test_a_product_is_that_of_the_rounded_numbers() -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(48, 64, generator=generator).to(DEVICE, torch.bfloat16)
     x, bias = (torch.randn(*size, generator=generator).to(DEVICE, torch.bfloat16) for size in ((5, 64), (48,)))
-    matrix = Fp8Matrix.zeros(48, 64, DEVICE, torch.bfloat16)
+    matrix = Fp8Matrix.zeros([16, 32], 64, DEVICE, torch.bfloat16)
     first, second = matrix.split([16, 32])
     first.copy_(weight[:16])
     second.copy_(weight[16:])
-    exact = matrix.codes.double() * matrix.scales[:, None].double()
+    exact = (
+        matrix.codes.double() * matrix.scales.double().repeat_interleave(torch.tensor([16, 32], device=DEVICE))[:, None]
+    )
     assert (exact - weight.double()).norm() / weight.double().norm() < 0.03
     quantized = quantize(x)
     codes, scales = quantized.codes, quantized.scales
@@ -74,7 +64,7 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
 
 def test_sizes_must_be_multiples() -> None:
     with pytest.raises(UserError, match="needs matrices with sizes that are multiples of 16, not 24 x 32"):
-        Fp8Matrix.zeros(24, 32, DEVICE, torch.bfloat16)
+        Fp8Matrix.zeros([24], 32, DEVICE, torch.bfloat16)
 
 
 def test_an_engine_samples_nearly_what_the_model_gives() -> None:
@@ -104,10 +94,10 @@ def test_the_fingerprint_covers_codes_and_scales() -> None:
     for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
         matrix = engine.network.canonical()[name]
         for part in (matrix.codes.view(torch.uint8), matrix.scales.view(torch.int32)):
-            part[3:4] ^= 1
+            part[:1] ^= 1
             with pytest.raises(SyncError, match=f"1 weight of .*{name}"):
                 compare_fingerprints(model, engine, 0, Mesh())
-            part[3:4] ^= 1
+            part[:1] ^= 1
     other = small(seed=1)
     sync_weights(other, engine, 1)
     assert engine.info.version == 1

@@ -1,24 +1,24 @@
 """Weights and activations of matrix products in 8 bits (e4m3), for generation on GPUs that multiply them: Hopper, Ada.
 
-A row of numbers has one scale: its largest absolute value becomes the largest number of e4m3. Weights are quantized
-when they are copied into the engine, from the engine's dtype; activations before each product. Only the linear layers
-of the blocks are quantized: embedding and head are as important as they are large.
+A weight has one scale, and activations have one per row: the largest absolute value becomes the largest number of
+e4m3. (These are floating-point numbers: scales by row would not make weights more precise.) Weights are quantized when
+they are copied into the engine, from the engine's dtype; activations before each product. Only the linear layers of the
+blocks are quantized: embedding and head are as important as they are large.
 
-A product multiplies codes alone, and the operation that reads its result applies the scales of rows and columns
-(`Scaled`): products with scales of their own are slower, on an H200 up to 2.6 times for 64 rows.
+A product multiplies codes alone, and the operation that reads its result applies the scales (`Scaled`): products with
+scales by row are slower, on an H200 up to 2.6 times for 64 rows.
 
 The trainer computes the same codes to check what the engine serves (`served_weights`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from assay.models.device import uses_triton
 from assay.types import UserError
 
 LARGEST = 448.0  # of e4m3
@@ -38,15 +38,17 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The numbers `values` [N, D], times the scales of rows [N] and of columns [D], plus a bias [D]."""
+    """The numbers `values` [N, D], times the scales of rows [N] and of parts of the columns, plus a bias [D]."""
 
     values: Tensor
     rows: Tensor
-    columns: Tensor
+    parts: Tensor  # scales
+    sizes: Sequence[int]  # of the parts
     bias: Tensor | None
 
     def tensor(self) -> Tensor:
-        wide = self.values.float() * self.rows[:, None] * self.columns
+        columns = torch.cat([scale.expand(size) for scale, size in zip(self.parts, self.sizes, strict=True)])
+        wide = self.values.float() * self.rows[:, None] * columns
         return (wide if self.bias is None else wide + self.bias).to(self.values.dtype)
 
 
@@ -57,13 +59,18 @@ def is_quantized(name: str) -> bool:
 
 def quantize(x: Tensor) -> Quantized:
     """Rows of `x` [N, D], with scales in float32."""
-    if uses_triton(x.device):
-        from assay.models import kernels
+    scales = x.abs().amax(1).float().clamp(min=LEAST) / LARGEST
+    return Quantized(codes_of(x, scales[:, None]), scales)
 
-        return Quantized(*kernels.quantize_rows(x, LARGEST, LEAST))
-    scales = x.float().abs().amax(1).clamp(min=LEAST) / LARGEST
-    codes = (x.float() * scales.reciprocal()[:, None]).clamp(-LARGEST, LARGEST)
-    return Quantized(codes.to(torch.float8_e4m3fn), scales)
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and the scale [1]."""
+    scale = weight.abs().amax().float().clamp(min=LEAST).view(1) / LARGEST
+    return codes_of(weight, scale), scale
+
+
+def codes_of(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() * scale.reciprocal()).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def served_weights(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -73,51 +80,51 @@ def served_weights(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) ->
         if not is_quantized(name):
             yield name, weight
             continue
-        quantized = quantize(weight.contiguous())
-        yield name, quantized.codes
-        yield name + SCALES, quantized.scales
+        codes, scale = quantize_weight(weight)
+        yield name, codes
+        yield name + SCALES, scale
 
 
 class Fp8Matrix:
-    """A weight [out, in] of a linear layer, as codes and a scale per row. Parts of its rows are views of it."""
+    """Weights of linear layers with the same inputs, one below the other, as codes [out, in] and a scale of each."""
 
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        self.codes, self.scales = codes, scales
+    def __init__(self, codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> None:
+        self.codes, self.scales, self.sizes = codes, scales, sizes
         self.one = torch.ones((), device=codes.device)
 
     @classmethod
-    def zeros(cls, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Fp8Matrix:
+    def zeros(cls, sizes: Sequence[int], inputs: int, device: torch.device, dtype: torch.dtype) -> Fp8Matrix:
         """`dtype`: of what is not quantized."""
-        if rows % MULTIPLE or columns % MULTIPLE:
+        if sum(sizes) % MULTIPLE or inputs % MULTIPLE:
             raise UserError(
-                f"engine.quantize = 'fp8' needs matrices with sizes that are multiples of {MULTIPLE}, not {rows} x "
-                f"{columns}: remove it"
+                f"engine.quantize = 'fp8' needs matrices with sizes that are multiples of {MULTIPLE}, not {sum(sizes)} "
+                f"x {inputs}: remove it"
             )
-        codes = torch.zeros(rows, columns, device=device, dtype=torch.float8_e4m3fn)
-        return cls(codes, torch.zeros(rows, device=device))
+        codes = torch.zeros(sum(sizes), inputs, device=device, dtype=torch.float8_e4m3fn)
+        return cls(codes, torch.zeros(len(sizes), device=device), sizes)
 
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def split(self, sizes: int | list[int]) -> list[Fp8Matrix]:
-        return [Fp8Matrix(*part) for part in zip(self.codes.split(sizes), self.scales.split(sizes), strict=True)]
-
-    def chunk(self, parts: int) -> list[Fp8Matrix]:
-        return self.split(len(self.scales) // parts)
+    def split(self, sizes: Sequence[int]) -> list[Fp8Matrix]:
+        """Views of the weights; `sizes` as given to `zeros`."""
+        assert list(sizes) == list(self.sizes)
+        parts = zip(self.codes.split(list(sizes)), self.scales.split(1), sizes, strict=True)
+        return [Fp8Matrix(codes, scale, [size]) for codes, scale, size in parts]
 
     def copy_(self, weight: Tensor) -> None:
-        """Quantize a weight of the same shape."""
-        quantized = quantize(weight.to(self.codes.device, torch.bfloat16).contiguous())
-        self.codes.copy_(quantized.codes)
-        self.scales.copy_(quantized.scales)
+        """Quantize a single weight."""
+        codes, scale = quantize_weight(weight.to(self.codes.device, torch.bfloat16))
+        self.codes.copy_(codes)
+        self.scales.copy_(scale)
 
     def product(self, x: Quantized, bias: Tensor | None = None) -> Scaled:
         """x [N, in] @ weight.T + bias."""
         values = torch._scaled_mm(
             x.codes, self.codes.t(), self.one, self.one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        return Scaled(values, x.scales, self.scales, bias)
+        return Scaled(values, x.scales, self.scales, self.sizes, bias)
 
 
 def check_device(device: torch.device, dtype: torch.dtype, parallel: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels: `scores_of` and `gradient_of` of `logprobs`, `dequantize` of `quantize`, `quantize_rows` of `fp8`.
+"""Triton kernels: `scores_of` and `gradient_of` of `logprobs`, `dequantize` of `quantize`.
 
 The first two read every logit once and store nothing else. The others read and write each number once.
 """
@@ -15,33 +15,6 @@ from torch import Tensor
 
 BLOCK = 4096  # logits of a row that are read together
 WARPS = 8
-
-
-def quantize_rows(x: Tensor, largest: float, least: float) -> tuple[Tensor, Tensor]:
-    """`fp8.quantize` of x [N, D], in one pass."""
-    assert x.is_contiguous()
-    rows, size = x.shape
-    codes = torch.empty((rows, size), device=x.device, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rows, device=x.device, dtype=torch.float32)
-    block = triton.next_power_of_2(size)
-    if rows:
-        _quantize_rows[(rows,)](
-            *(x, codes, scales, largest, least), SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
-        )
-    return codes, scales
-
-
-@triton.jit
-def _quantize_rows(x, codes, scales, largest, least, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    value = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 0), least), largest)
-    tl.store(scales + row, scale)
-    code = value * tl.div_rn(1.0, scale)  # a division of each value takes twice as long
-    code = tl.minimum(tl.maximum(code, -largest), largest)
-    tl.store(codes + row * SIZE + column, code.to(tl.float8e4nv), mask=inside)
 
 
 def scores_of(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

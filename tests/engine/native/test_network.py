@@ -89,7 +89,7 @@ def test_products_in_8_bits_give_nearly_the_same_hidden_states(name: str) -> Non
         attend = ChunkAttention([chunk], BLOCK_SIZE, CPU, torch.bfloat16)
         hidden = network.forward(tokens, ops.token_positions(positions, positions), kv, attend)
         for target, weight in zip(exact.canonical().values(), network.canonical().values(), strict=True):
-            target.copy_(weight.codes.double() * weight.scales[:, None] if isinstance(weight, Fp8Matrix) else weight)
+            target.copy_(weight.codes.double() * weight.scales if isinstance(weight, Fp8Matrix) else weight)
         kv, _ = new_cache(spec, 3, CPU, torch.float64)
         attend = ChunkAttention([chunk], BLOCK_SIZE, CPU, torch.float64)
         expected = exact.forward(tokens, exact.ops.token_positions(positions, positions), kv, attend)

@@ -15,7 +15,7 @@ CUDA; `compiled` has them in C for CPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -202,22 +202,28 @@ def new_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, device=device, dtype=dtype)
 
 
+def new_matrix(sizes: Sequence[int], inputs: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Weights of linear layers with the same inputs, one below the other."""
+    return new_weight(sum(sizes), inputs, device=device, dtype=dtype)
+
+
 class FusedLayer:
-    matrix: Callable[..., Any] = staticmethod(new_weight)  # makes a weight matrix of zeros
+    matrix: Callable[..., Any] = staticmethod(new_matrix)
 
     def __init__(
         self, spec: ModelSpec, index: int, device: torch.device, dtype: torch.dtype, shard: TPShard | None
     ) -> None:
-        new, matrix = (partial(make, device=device, dtype=dtype) for make in (new_weight, self.matrix))
+        new = partial(new_weight, device=device, dtype=dtype)
+        matrix = partial(self.matrix, device=device, dtype=dtype)
         self.spec, self.index, self.shard = spec, index, shard
         self.window, self.scale, self.rope_table = spec.window(index), spec.attention_scale, spec.rope_table(index)
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.sizes = [queries, keys, keys]
-        self.qkv, self.out = matrix(queries + 2 * keys, spec.hidden), matrix(spec.hidden, queries)
+        self.sizes, inner = [queries, keys, keys], [spec.intermediate] * 2
+        self.qkv = matrix([sum(self.sizes)] if spec.design.fused_qkv else self.sizes, spec.hidden)
+        self.out, self.down = matrix([spec.hidden], queries), matrix([spec.hidden], spec.intermediate)
+        self.gate_up = matrix([sum(inner)] if spec.design.fused_gate_up else inner, spec.hidden)
         self.qkv_bias = new(queries + 2 * keys) if spec.qkv_bias else None
         self.out_bias = new(spec.hidden) if spec.out_bias else None
-        self.gate_up = matrix(2 * spec.intermediate, spec.hidden)
-        self.down = matrix(spec.hidden, spec.intermediate)
         self.gate_up_bias = new(2 * spec.intermediate) if spec.mlp_bias else None
         self.down_bias = new(spec.hidden) if spec.mlp_bias else None
         self.norms = [new(spec.hidden) if name else None for name in spec.design.norms]
@@ -246,7 +252,7 @@ class FusedLayer:
             if gate_up is not None and design.fused_gate_up:
                 names[f"mlp.gate_up_proj.{kind}"] = gate_up
             elif gate_up is not None:
-                gate, up = gate_up.chunk(2)
+                gate, up = gate_up.split([self.spec.intermediate] * 2)
                 names |= {f"mlp.gate_proj.{kind}": gate, f"mlp.up_proj.{kind}": up}
         return {prefix + name: value for name, value in names.items() if value is not None}
 
@@ -297,7 +303,7 @@ class Fp8Layer(FusedLayer):
 
     def forward(self, stream: Stream, at: TokenPositions, ops: Fp8Operations, kv: Tensor, attend: Attend) -> None:  # type: ignore[override]
         q = self.store(stream, at, ops, kv)
-        attended = quantize(attend(kv, q, self.window, self.scale).flatten(1))
+        attended = ops.quantized_norm(attend(kv, q, self.window, self.scale).flatten(1), None, None)
         self.add(stream, self.out.product(attended, self.out_bias), self.norms[1], ops)
         gate_up = self.gate_up.product(self.quantized(stream, 2, ops), self.gate_up_bias)
         down = self.down.product(ops.quantized_activation(gate_up), self.down_bias)

@@ -55,11 +55,17 @@ def test_gated(size: int, dtype: torch.dtype) -> None:
     assert_near(gated(gate_up, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
 
 
-def scaled(rows: int, size: int, bias: bool, seed: int = 0) -> Scaled:
+def scaled(rows: int, sizes: list[int], bias: bool, seed: int = 0) -> Scaled:
     generator = torch.Generator().manual_seed(seed)
-    scales = [torch.rand(count, generator=generator).to(DEVICE) + 0.1 for count in (rows, size)]
+    scales = [torch.rand(count, generator=generator).to(DEVICE) + 0.1 for count in (rows, len(sizes))]
+    size = sum(sizes)
     columns_bias = normal(size, dtype=torch.bfloat16, seed=seed + 1) if bias else None
-    return Scaled(normal(rows, size, dtype=torch.bfloat16, seed=seed + 2), *scales, columns_bias)
+    return Scaled(normal(rows, size, dtype=torch.bfloat16, seed=seed + 2), *scales, sizes, columns_bias)
+
+
+def in_64_bits(x: Scaled) -> Tensor:
+    columns = x.parts.double().repeat_interleave(torch.tensor(x.sizes, device=DEVICE))
+    return x.values.double() * x.rows.double()[:, None] * columns + (0.0 if x.bias is None else x.bias.double())
 
 
 def assert_quantized(found: Quantized, expected: Tensor) -> None:
@@ -75,9 +81,9 @@ def assert_quantized(found: Quantized, expected: Tensor) -> None:
 @pytest.mark.parametrize(("size", "offset", "bias"), [(48, 0.0, False), (896, 1.0, True)])
 def test_a_scaled_product_is_added_normalized_and_quantized(size: int, offset: float, bias: bool) -> None:
     x, weight, added = normal(3, size, dtype=torch.bfloat16), normal(size, dtype=torch.bfloat16, seed=1), None
-    for added in (scaled(3, size, bias), None):
+    for added in (scaled(3, [size], bias), None):
         before = x.double()
-        total = before + (0.0 if added is None else added.tensor().double())
+        total = before + (0.0 if added is None else in_64_bits(added))
         found = quantized_norm(x, added, weight, 1e-6, offset)
         assert_near(x, total, 2)
         y = x.double()
@@ -86,20 +92,24 @@ def test_a_scaled_product_is_added_normalized_and_quantized(size: int, offset: f
     assert_quantized(quantized_norm(x, None, None, 1e-6), x.double())
 
 
-@pytest.mark.parametrize(("size", "bias", "activation"), [(48, True, "silu"), (4112, False, "gelu_tanh")])
-def test_a_scaled_activation_is_quantized(size: int, bias: bool, activation: str) -> None:
-    gate_up = scaled(3, 2 * size, bias)
-    gate, up = (
-        gate_up.values.double() * gate_up.rows[:, None] * gate_up.columns + (gate_up.bias if bias else 0)
-    ).chunk(2, dim=-1)
+@pytest.mark.parametrize(
+    ("size", "parts", "bias", "activation"),
+    [(48, 2, True, "silu"), (4112, 1, False, "gelu_tanh"), (64, 2, False, "silu")],
+)
+def test_a_scaled_activation_is_quantized(size: int, parts: int, bias: bool, activation: str) -> None:
+    gate_up = scaled(3, [2 * size // parts] * parts, bias)
+    gate, up = in_64_bits(gate_up).chunk(2, dim=-1)
     function = F.silu if activation == "silu" else lambda x: F.gelu(x, approximate="tanh")
     assert_quantized(quantized_activation(gate_up, activation), function(gate) * up)
 
 
-@pytest.mark.parametrize(("rotated", "bias", "norm"), [(64, True, False), (32, False, False), (64, False, True)])
-def test_rope_store_of_a_scaled_product(rotated: int, bias: bool, norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("rotated", "parts", "bias", "norm"), [(64, 3, True, False), (32, 3, False, False), (64, 1, False, True)]
+)
+def test_rope_store_of_a_scaled_product(rotated: int, parts: int, bias: bool, norm: bool) -> None:
     heads, kv_heads, size = 6, 2, 64
-    qkv = scaled(4, (heads + 2 * kv_heads) * size, bias)
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    qkv = scaled(4, sizes if parts == 3 else [sum(sizes)], bias)
     positions, slots = torch.tensor([3, 0, 199, 17], device=DEVICE), torch.tensor([1, -1, 0, 9], device=DEVICE)
     norms = (normal(size, dtype=torch.bfloat16, seed=seed) if norm else None for seed in (1, 2))
     layout = positions, slots, rope_table(rotated), *norms, 1e-3

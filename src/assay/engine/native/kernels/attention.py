@@ -23,7 +23,7 @@ from torch import Tensor
 from assay.engine.sequence import BLOCK_SIZE as BLOCK_TOKENS
 
 # By padded head size. Queries per tile: rows times query heads per key-value head.
-TUNING = {64: (64, 2, 6), 128: (32, 1, 5), 256: (32, 2, 2)}  # keys per tile, warps, stages
+TUNING = {64: (32, 1, 3), 128: (32, 1, 4), 256: (32, 2, 2)}  # keys per tile, warps, stages
 SHARED_TUNING = {64: (64, 128, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}  # queries, keys, warps, stages
 MAX_TILE_ROWS = 16
 MAX_SPLITS = 16

@@ -11,7 +11,6 @@ from assay.engine.sequence import Column, RowState
 from assay.models.fp8 import LARGEST, LEAST, Quantized, Scaled
 
 MLP_BLOCK = 1024  # elements of a row per program of gated
-ROW_BLOCK = 4096  # elements of a row that quantized_activation reads together
 HEADS_BLOCK = 8  # heads per program of rope_store
 STEP_BLOCK = 128  # rows per program of start_step
 LANE = 256  # elements per warp: each thread loads 16 bytes of 16-bit numbers at once
@@ -66,11 +65,11 @@ def _launch_norm(
 
 
 def factors(x: Scaled | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values, scales of rows and columns, and bias; `unused` in place of what there is not."""
+    """Values, scales of rows and of parts, and bias; `unused` in place of what there is not."""
     if x is None:
         return (unused,) * 4
     assert x.values.is_contiguous()
-    return x.values, x.rows, x.columns, unused if x.bias is None else x.bias
+    return x.values, x.rows, x.parts, unused if x.bias is None else x.bias
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def _norm(
     x,
     y,
     rows,
-    columns,
+    parts,
     bias,
     weight,
     out,
@@ -98,7 +97,7 @@ def _norm(
     inside = column < SIZE
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value += _scaled(y + row + column, tl.load(rows + index), columns + column, bias + column, inside, BIAS)
+        value += _scaled(y + row + column, tl.load(rows + index) * tl.load(parts), bias + column, inside, BIAS)
         rounded = value.to(x.dtype.element_ty)
         tl.store(x + row + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -116,10 +115,9 @@ def _norm(
 
 
 @triton.jit
-def _scaled(values, row_scale, columns, bias, inside, BIAS: tl.constexpr):
-    """A part of a `Scaled`, given by pointers."""
-    value = tl.load(values, mask=inside, other=0.0).to(tl.float32)
-    value = value * row_scale * tl.load(columns, mask=inside, other=0.0)
+def _scaled(values, scale, bias, inside, BIAS: tl.constexpr):
+    """A part of a `Scaled`: pointers to its values and bias, and the product of its scales."""
+    value = tl.load(values, mask=inside, other=0.0).to(tl.float32) * scale
     if BIAS:
         value += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     return value
@@ -171,15 +169,18 @@ def quantized_activation(gate_up: Scaled, activation: str = "silu") -> Quantized
     rows, size = gate_up.values.shape[0], gate_up.values.shape[1] // 2
     out = torch.empty((rows, size), device=gate_up.values.device, dtype=torch.float8_e4m3fn)
     scales = torch.empty(rows, device=out.device, dtype=torch.float32)
-    block = min(triton.next_power_of_2(size), ROW_BLOCK)
+    # A row is two blocks, so that few lanes are idle: sizes are often a little above a power of two.
+    block = triton.next_power_of_2(size + 1) // 2
     if rows:
         _quantized_activation[(rows,)](
             *(*factors(gate_up, scales), out, scales),
+            PARTS=len(gate_up.sizes),
             BIAS=gate_up.bias is not None,
             GELU=activation == "gelu_tanh",
             SIZE=size,
             BLOCK=block,
-            num_warps=warps_for(block),
+            REST=triton.next_power_of_2(max(size - block, 1)),
+            num_warps=max(min(block // 512, 16), 4),
         )
     return Quantized(out, scales)
 
@@ -188,48 +189,39 @@ def quantized_activation(gate_up: Scaled, activation: str = "silu") -> Quantized
 def _quantized_activation(
     values,
     rows,
-    columns,
+    parts,
     bias,
     out,
     scales,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     GELU: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """One row, read twice: for its largest number, and for the codes. The second time it comes from a cache."""
     index = tl.program_id(0).to(tl.int64)
-    row = index * SIZE
     row_scale = tl.load(rows + index)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        value = _scaled_gated(values + 2 * row, row_scale, columns, bias, start, BIAS, GELU, SIZE, BLOCK)
-        largest = tl.maximum(largest, tl.abs(value))
-    scale = _scale_of(tl.max(largest, 0))
+    gate_scale = row_scale * tl.load(parts)
+    up_scale = row_scale * tl.load(parts + PARTS - 1)
+    start = values + 2 * index * SIZE
+    first = tl.arange(0, BLOCK)
+    rest = BLOCK + tl.arange(0, REST)
+    value = _scaled_gated(start, gate_scale, up_scale, bias, first, BIAS, GELU, SIZE)
+    other = _scaled_gated(start, gate_scale, up_scale, bias, rest, BIAS, GELU, SIZE)
+    scale = _scale_of(tl.maximum(tl.max(tl.abs(value), 0), tl.max(tl.abs(other), 0)))
     tl.store(scales + index, scale)
-    for start in range(0, SIZE, BLOCK):
-        value = _scaled_gated(values + 2 * row, row_scale, columns, bias, start, BIAS, GELU, SIZE, BLOCK)
-        column = start + tl.arange(0, BLOCK)
-        tl.store(out + row + column, _codes(value, scale), mask=column < SIZE)
+    tl.store(out + index * SIZE + first, _codes(value, scale), mask=first < SIZE)
+    tl.store(out + index * SIZE + rest, _codes(other, scale), mask=rest < SIZE)
 
 
 @triton.jit
 def _scaled_gated(
-    values,
-    row_scale,
-    columns,
-    bias,
-    start,
-    BIAS: tl.constexpr,
-    GELU: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    values, gate_scale, up_scale, bias, column, BIAS: tl.constexpr, GELU: tl.constexpr, SIZE: tl.constexpr
 ):
-    column = start + tl.arange(0, BLOCK)
     inside = column < SIZE
-    other = SIZE + column
-    gate = _scaled(values + column, row_scale, columns + column, bias + column, inside, BIAS)
-    up = _scaled(values + other, row_scale, columns + other, bias + other, inside, BIAS)
+    gate = _scaled(values + column, gate_scale, bias + column, inside, BIAS)
+    up = _scaled(values + SIZE + column, up_scale, bias + SIZE + column, inside, BIAS)
     return _gated(gate, up, GELU).to(values.dtype.element_ty).to(tl.float32)
 
 
@@ -269,7 +261,7 @@ def rope_store(
         q if q_norm is None else q_norm,  # without norms these are not read
         q if k_norm is None else k_norm,
         *(eps, kv_layer, q, blocks * block_size * size),
-        SCALED=scaled is not None,
+        PARTS=0 if scaled is None else len(scaled.sizes),
         BIAS=scaled is not None and scaled.bias is not None,
         NORM=q_norm is not None,
         OFFSET=offset,
@@ -290,7 +282,7 @@ def rope_store(
 def _rope_store(
     qkv,
     row_scales,
-    column_scales,
+    part_scales,
     bias,
     positions,
     slots,
@@ -301,7 +293,7 @@ def _rope_store(
     kv,
     q,
     head_stride,  # elements of one head in the cache
-    SCALED: tl.constexpr,
+    PARTS: tl.constexpr,  # of a product in 8 bits; else 0
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -325,13 +317,12 @@ def _rope_store(
     dtype = q.dtype.element_ty
 
     start = qkv + row * ((HEADS + 2 * KV_HEADS) * SIZE) + head * SIZE
-    at = head * SIZE + column
-    if SCALED:  # rounded as the result of a product is
-        row_scale = tl.load(row_scales + row)
-        a = _scaled(start + column, row_scale, column_scales + at, bias + at, inside, BIAS).to(dtype).to(tl.float32)
-        at += APART
-        b = _scaled(start + column + APART, row_scale, column_scales + at, bias + at, inside, BIAS)
-        b = b.to(dtype).to(tl.float32)
+    if PARTS > 0:  # rounded as the result of a product is
+        part = tl.where(head < HEADS, 0, tl.where(head < HEADS + KV_HEADS, 1, 2)) * (PARTS > 1)
+        factor = tl.load(row_scales + row) * tl.load(part_scales + part)
+        bias += head * SIZE
+        a = _scaled(start + column, factor, bias + column, inside, BIAS).to(dtype).to(tl.float32)
+        b = _scaled(start + column + APART, factor, bias + column + APART, inside, BIAS).to(dtype).to(tl.float32)
     else:
         a = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(start + column + APART, mask=inside, other=0.0).to(tl.float32)
@@ -368,9 +359,8 @@ def _rope_store(
     if ROTATED < SIZE:
         column = ROTATED + tl.arange(0, REST_BLOCK)[None, :]
         inside = (head < HEADS + 2 * KV_HEADS) & (column < SIZE)
-        if SCALED:
-            at = head * SIZE + column
-            rest = _scaled(start + column, row_scale, column_scales + at, bias + at, inside, BIAS).to(dtype)
+        if PARTS > 0:
+            rest = _scaled(start + column, factor, bias + column, inside, BIAS).to(dtype)
         else:
             rest = tl.load(start + column, mask=inside, other=0.0)
         tl.store(target + column, rest, mask=inside & (head < HEADS))
