@@ -134,9 +134,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--cudnn", action="store_true", help="compute long segments by cuDNN, as training does")
+    parser.add_argument("--programs", type=int, default=attention_kernels.PROGRAMS, help="for gradients of keys")
+    parser.add_argument("--chunk", type=int, default=attention_kernels.CHUNK, help="least number of queries of these")
     for table in TABLES:
         parser.add_argument(f"--{table.replace('_', '-')}", nargs="*", default=[], metavar="QUERIES,KEYS,WARPS,STAGES")
     args = parser.parse_args()
+    attention_kernels.PROGRAMS, attention_kernels.CHUNK = args.programs, args.chunk
     if not args.cudnn:
         attention.LONG = 1 << 60
     for name in args.cases:

@@ -87,8 +87,9 @@ class Plan:
         keys, sums, partial_sums = segments.key_tiles(tuned(KEY_GRADIENTS, size).keys, window, kv_heads)
         tables = [forward, queries, keys, sums]
         rows = upload(torch.from_numpy(np.concatenate(tables)), positions.device)
-        parts = rows.split([len(table) for table in tables])
-        return cls(*parts, partial_sums, positions, window, bool(segments.is_long.any()))
+        forward_rows, query_rows, key_rows, sum_rows = rows.split([len(table) for table in tables])
+        begun = bool(segments.is_long.any())
+        return cls(forward_rows, query_rows, key_rows, sum_rows, partial_sums, positions, window, begun)
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, plan: Pl
     tokens, heads, size = q.shape
     if len(plan.forward):
         tuning = tuned(FORWARD, size)
-        _attention_forward[(heads, len(plan.forward))](
+        _attention_forward[(heads * len(plan.forward),)](
             *(q, k, v, out, sums, plan.forward, q.stride(0), k.stride(0), v.stride(0), tokens),
             **constants(q, k, plan, tuning, scale),
         )
@@ -182,7 +183,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     sums: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, ...],
     plan: Plan,
     scale: float | None = None,
 ) -> None:
@@ -193,7 +194,7 @@ def backward(
     strides = q.stride(0), k.stride(0), v.stride(0)
     if len(plan.queries):
         tuning = tuned(QUERY_GRADIENTS, size)
-        _attention_query_gradients[(heads, len(plan.queries))](
+        _attention_query_gradients[(heads * len(plan.queries),)](
             *(q, k, v, out, grad, sums, deltas, grads[0], plan.queries, *strides, tokens),
             **constants(q, k, plan, tuning, scale),
         )
@@ -202,7 +203,7 @@ def backward(
         partial = q.new_empty((plan.partial_sums, kv_heads, 2, tuning.keys, size), dtype=torch.float32)
         more = constants(q, k, plan, tuning, scale)
         del more["CONTINUED"]
-        _attention_key_gradients[(kv_heads, len(plan.keys))](
+        _attention_key_gradients[(kv_heads * len(plan.keys),)](
             *(q, k, v, grad, sums, deltas, *grads[1:], partial, plan.keys, plan.positions, *strides, tokens), **more
         )
         if plan.partial_sums:
@@ -254,8 +255,8 @@ def _attention_forward(
     WINDOW: tl.constexpr,
     CONTINUED: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    first, end, start, prefix, shared, seen = _tile(tiles)
+    head = tl.program_id(0) % HEADS  # heads of a tile are neighbors: they read the same keys
+    first, end, start, prefix, shared, seen = _tile(tiles, HEADS)
     row = first + tl.arange(0, QUERIES)
     asked = row < end
     position = row - start + shared
@@ -359,8 +360,8 @@ def _attention_query_gradients(
     WINDOW: tl.constexpr,
     CONTINUED: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    first, end, start, prefix, shared, seen = _tile(tiles)
+    head = tl.program_id(0) % HEADS  # heads of a tile are neighbors: they read the same keys
+    first, end, start, prefix, shared, seen = _tile(tiles, HEADS)
     row = first + tl.arange(0, QUERIES)
     asked = row < end
     position = row - start + shared
@@ -462,8 +463,9 @@ def _attention_key_gradients(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    fields = tiles + tl.program_id(1) * FIELDS
+    kv_heads: tl.constexpr = HEADS // GROUP
+    kv_head = tl.program_id(0) % kv_heads
+    fields = tiles + tl.program_id(0) // kv_heads * FIELDS
     first, end, begin = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     until, index = tl.load(fields + 3), tl.load(fields + 4)
     row = first + tl.arange(0, KEYS)
@@ -490,7 +492,6 @@ def _attention_key_gradients(
             *(key_grad, value_grad, SCALE, HEADS, GROUP, SIZE, SIZE_BLOCK, QUERIES, WINDOW, False),
         )
     key_grad *= SCALE
-    kv_heads: tl.constexpr = HEADS // GROUP
     if index < 0:
         _store_rows(k_grad + kv_head * SIZE, row, kv_heads * SIZE, known, key_grad, SIZE, SIZE_BLOCK)
         _store_rows(v_grad + kv_head * SIZE, row, kv_heads * SIZE, known, value_grad, SIZE, SIZE_BLOCK)
@@ -582,9 +583,9 @@ def _attention_add_partial_sums(
 
 
 @triton.jit
-def _tile(tiles):
+def _tile(tiles, HEADS: tl.constexpr):
     """Fields of this program's tile of queries."""
-    fields = tiles + tl.program_id(1) * FIELDS
+    fields = tiles + tl.program_id(0) // HEADS * FIELDS
     first, end, start = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     return first, end, start, tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5)
 
