@@ -79,6 +79,58 @@ def test_attention_and_its_gradients(
         assert error < 0.01, error
 
 
+# A group with a shared prompt, another one whose last answers have one token, and a long sequence.
+BUSY = [640] * 8 + [300, 129, 129, 2500], [0] + [128] * 7 + [0, 128, 128, 0]
+MANY_TILES = pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128), (4, 2, 96), (4, 1, 256)]
+)
+
+
+def one_pass(heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """The result and the gradients, always for the same numbers of 16 bits."""
+    layout = PackedCausal(BUSY[0], "cuda", BUSY[1])
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(len(layout.positions), n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    *leaves, up = (torch.randn(shape, generator=generator).bfloat16().to("cuda", dtype) for shape in shapes)
+    for x in leaves:
+        x.requires_grad_()
+    out = layout(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, up)]
+
+
+def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, wanted, strict=True))
+
+
+@MANY_TILES
+def test_attention_over_many_tiles_is_exact_and_deterministic(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, size: int
+) -> None:
+    monkeypatch.setattr(attention, "LONG", 1 << 30)
+    first, second = (one_pass(heads, kv_heads, size) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert largest_error(first, one_pass(heads, kv_heads, size, torch.float32)) < 0.01
+
+
+@pytest.mark.parametrize("long", [2000, 500, 100])
+@MANY_TILES
+def test_long_segments_by_cudnn_equal_those_by_triton(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, size: int, long: int
+) -> None:
+    """From `long` tokens on, segments are computed by cuDNN: sequences, suffixes, or prefixes too."""
+    monkeypatch.setattr(attention, "LONG", 1 << 30)
+    triton_only = one_pass(heads, kv_heads, size)
+    monkeypatch.setattr(attention, "LONG", long)
+    combined = one_pass(heads, kv_heads, size)
+    assert largest_error(combined, triton_only) < 0.01
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        alone = one_pass(heads, kv_heads, size)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(alone, triton_only, strict=True))
+
+
 def gradients(model: Decoder, device: str, dtype: torch.dtype, shared: list[int] | None) -> tuple[Tensor, Tensor]:
     ids, chosen = (x.to(device) for x in batch())
     generator = torch.Generator().manual_seed(3)
