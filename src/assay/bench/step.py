@@ -33,7 +33,7 @@ from assay.engine import BaseEngine
 from assay.mesh import Mesh
 from assay.models import Lora
 from assay.models.base import PolicyModel
-from assay.models.device import pick_device, pick_dtype, use_expandable_segments
+from assay.models.device import deterministic, pick_device, pick_dtype, use_expandable_segments
 from assay.rewards import JudgePool
 from assay.rollout import Collector
 from assay.text import Renderer, word_tokenizer
@@ -69,6 +69,17 @@ def make_config(options: StepOptions, samples: int = 2, new: int = 1, temperatur
     return cfg
 
 
+@contextmanager
+def configured(
+    options: StepOptions, samples: int = 2, new: int = 1, temperature: float = 1.0
+) -> Iterator[tuple[TrainConfig, torch.device, DriverMemory]]:
+    """The settings, and the device without anything of earlier benchmarks in its memory."""
+    device, cfg = pick_device(options.device), make_config(options, samples, new, temperature)
+    with deterministic(cfg.train.deterministic, device):
+        free_memory(device)
+        yield cfg, device, DriverMemory(device)
+
+
 def make_policy(
     work: Workload | Sequences, cfg: TrainConfig, device: torch.device, progress: Progress | None = None
 ) -> PolicyModel:
@@ -85,15 +96,17 @@ def make_policy(
 
 
 def make_learner(policy: PolicyModel, cfg: TrainConfig, progress: Progress) -> Learner:
-    prepare_policy(policy, cfg.train)
     dtype = pick_dtype(cfg.dtype, policy.device)
-    tokens = choose_token_budget(policy, dtype, Mesh(policy.device), cfg.train.activation_checkpointing)
+    prepare_policy(policy, cfg.train, dtype=dtype)
+    tokens = cfg.train.token_budget or choose_token_budget(
+        policy, dtype, Mesh(policy.device), cfg.train.activation_checkpointing
+    )
     updater = Updater(
         policy,
         make_optimizer(policy, cfg.optim),
         temperature=cfg.sampling.temperature,
         max_grad_norm=cfg.optim.max_grad_norm,
-        token_budget=cfg.train.token_budget or tokens,
+        token_budget=tokens,
         offload_reference=cfg.train.offload_reference,
         dtype=dtype,
         progress=progress,
@@ -193,25 +206,22 @@ def step_benchmark(work: Workload, options: StepOptions, progress: Progress | No
         raise UserError("GRPO compares the samples of a prompt: --samples must be at least 2")
     if work.temperature <= 0:
         raise UserError(f"--temperature must be above 0 in training, not {work.temperature:g}")
-    device = pick_device(options.device)
-    free_memory(device)
-    driver = DriverMemory(device)
-    cfg = make_config(options, work.samples, work.new, work.temperature)
-    policy = make_policy(work, cfg, device, progress)
-    work.check_length(policy)
-    cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
-    renderer = number_renderer(policy.vocab_size)
-    engine = build_engine(cfg, policy, renderer, work.max_length)
-    shown = RunProgress(progress, options.steps, "step")
-    learner = make_learner(policy, cfg, shown)
-    if learner.algo.needs.reference:
-        with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
-            freeze_reference(learner.updater, cfg, Path(folder))
-    prompts = PromptStream(random_prompts(work, policy.vocab_size, 1 + options.steps), work.seed, shuffle=False)
-    with JudgePool(judge_by_hash, cfg.reward.workers, cfg.reward.timeout_s) as judge:
-        collector = Collector(engine, renderer, judge, progress=shown)
-        source = OnPolicySource(cfg, learner.algo, collector, prompts, learner.schedule)
-        yield StepBenchmark(cfg, work, options, source, learner, progress=shown, driver=driver)
+    with configured(options, work.samples, work.new, work.temperature) as (cfg, device, driver):
+        policy = make_policy(work, cfg, device, progress)
+        work.check_length(policy)
+        cfg.engine.max_batch, cfg.train.prompts, cfg.seed = work.batch, work.prompts, work.seed
+        renderer = number_renderer(policy.vocab_size)
+        engine = build_engine(cfg, policy, renderer, work.max_length)
+        shown = RunProgress(progress, options.steps, "step")
+        learner = make_learner(policy, cfg, shown)
+        if learner.algo.needs.reference:
+            with tempfile.TemporaryDirectory(prefix="assay-reference-") as folder:
+                freeze_reference(learner.updater, cfg, Path(folder))
+        prompts = PromptStream(random_prompts(work, policy.vocab_size, 1 + options.steps), work.seed, shuffle=False)
+        with JudgePool(judge_by_hash, cfg.reward.workers, cfg.reward.timeout_s) as judge:
+            collector = Collector(engine, renderer, judge, progress=shown)
+            source = OnPolicySource(cfg, learner.algo, collector, prompts, learner.schedule)
+            yield StepBenchmark(cfg, work, options, source, learner, progress=shown, driver=driver)
 
 
 def random_prompts(work: Workload, vocab_size: int, steps: int) -> list[Prompt]:
@@ -288,34 +298,31 @@ def measure_step(work: Workload, options: StepOptions, progress: Progress | None
 
 
 def measure_training(work: Sequences, options: StepOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
-    device = pick_device(options.device)
-    free_memory(device)
-    driver = DriverMemory(device)
-    cfg = make_config(options)
-    policy = make_policy(work, cfg, device, progress)
-    if work.tokens > policy.max_length:
-        raise UserError(f"--tokens {work.tokens} exceeds the maximum length of {work.label}, {policy.max_length}")
-    shown = RunProgress(progress, options.steps)
-    learner, state = make_learner(policy, cfg, shown), RunState()
-    speeds = []
-    for run in range(1 + options.steps):
-        group = work.group(policy.vocab_size, run)
-        shown.run = run
-        start = now(device)
-        metrics = learner.update([group], state)
-        speeds.append(work.sequences * work.tokens / (now(device) - start))
-        assert not metrics["optim/skipped"], "an update was skipped"
-    words = ["assay", "bench", "step", "--train-only", *command_options(work, options)]
-    row = {
-        "id": step_row_id(work.id, options),
-        "system": "assay",
-        **summarize("tokens_per_s", "first_run_tokens_per_s", speeds, digits=1),
-        **peak_memory(device),
-        **driver.row(),
-        "trained_tokens": work.sequences * (work.tokens - 1),
-        **asdict(work),
-        "shape": None if work.model else work.shape,
-        **settings_of(cfg, options, learner.updater),
-        "command": shlex.join(words),
-    }
-    return [row]
+    with configured(options) as (cfg, device, driver):
+        policy = make_policy(work, cfg, device, progress)
+        if work.tokens > policy.max_length:
+            raise UserError(f"--tokens {work.tokens} exceeds the maximum length of {work.label}, {policy.max_length}")
+        shown = RunProgress(progress, options.steps)
+        learner, state = make_learner(policy, cfg, shown), RunState()
+        speeds = []
+        for run in range(1 + options.steps):
+            group = work.group(policy.vocab_size, run)
+            shown.run = run
+            start = now(device)
+            metrics = learner.update([group], state)
+            speeds.append(work.sequences * work.tokens / (now(device) - start))
+            assert not metrics["optim/skipped"], "an update was skipped"
+        words = ["assay", "bench", "step", "--train-only", *command_options(work, options)]
+        row = {
+            "id": step_row_id(work.id, options),
+            "system": "assay",
+            **summarize("tokens_per_s", "first_run_tokens_per_s", speeds, digits=1),
+            **peak_memory(device),
+            **driver.row(),
+            "trained_tokens": work.sequences * (work.tokens - 1),
+            **asdict(work),
+            "shape": None if work.model else work.shape,
+            **settings_of(cfg, options, learner.updater),
+            "command": shlex.join(words),
+        }
+        return [row]

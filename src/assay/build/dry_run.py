@@ -48,7 +48,7 @@ from assay.engine import Request, generate
 from assay.engine.base import SamplingParams
 from assay.envs.base import Env, safe_step
 from assay.mesh import Mesh
-from assay.models.device import free_memory, pick_device, pick_dtype
+from assay.models.device import deterministic, free_memory, pick_device, pick_dtype
 from assay.models.spec import ModelSpec
 from assay.rollout import Collector, sampling_params
 from assay.runs.console import Console, count, duration
@@ -144,6 +144,11 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
 
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run, check its inputs and predict its cost, without training. Yields the report line by line."""
+    with deterministic(cfg.train.deterministic, cfg.device):
+        yield from try_run(cfg, console)
+
+
+def try_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     check_writable(Path(cfg.runs_dir))
     started = time.perf_counter()
     mesh = start_mesh(cfg)

@@ -34,7 +34,7 @@ from assay.integrations.openai import OpenAIEngine
 from assay.mesh import Mesh
 from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_model, pick_device, pick_dtype
 from assay.models.base import LoadReport
-from assay.models.device import describe_threads, free_memory, set_threads, uses_triton
+from assay.models.device import describe_threads, free_memory, is_deterministic, set_threads, uses_triton
 from assay.models.load import check_model_folder, empty_model, has_weights
 from assay.rewards.importing import load_object
 from assay.rollout import Collector, Limits
@@ -54,6 +54,7 @@ ENDPOINT = "openai"  # the engine without weights
 PRESET_LENGTH = 512
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
 TOKEN_BUDGET, LEAST_TOKEN_BUDGET = 2**14, 2**9  # default of train.token_budget, and the least one chosen for a CPU
+WARM_UP_TOKENS = 4096  # of the first call of compiled code, if it must be repeatable
 SMALL_ACTIVATIONS = 2**31  # bytes; a model that needs less per micro-batch is trained alike on all machines
 
 
@@ -133,11 +134,19 @@ def choose_token_budget(policy: PolicyModel, dtype: torch.dtype, mesh: Mesh, rec
     ranks = Counter(host for host, _ in by_rank)
     shares = [memory // ranks[host] for host, memory in by_rank if memory is not None]
     token_bytes = activation_bytes(policy.spec, dtype, recompute in (True, "offload"))
-    return cpu_token_budget(min(shares), policy.parameter_count, token_bytes) if shares else TOKEN_BUDGET
+    tokens = cpu_token_budget(min(shares), policy.parameter_count, token_bytes) if shares else TOKEN_BUDGET
+    if tokens < TOKEN_BUDGET and is_deterministic():
+        raise UserError(
+            "with train.deterministic = true, the size of micro-batches must not depend on free memory: set "
+            f"train.token_budget, e.g. to {tokens}"
+        )
+    return tokens
 
 
-def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> None:
-    """Set up compilation and activation recomputation for training."""
+def prepare_policy(
+    policy: PolicyModel, cfg: LoopConfig, processes: int = 1, dtype: torch.dtype = torch.float32
+) -> None:
+    """Set up compilation and activation recomputation for training. `dtype`: of the computation."""
     if not isinstance(policy, Decoder):
         if cfg.activation_checkpointing or cfg.compile == "on":
             raise UserError(
@@ -158,11 +167,37 @@ def prepare_policy(policy: PolicyModel, cfg: LoopConfig, processes: int = 1) -> 
     large = policy.parameter_count >= COMPILED
     if cfg.compile == "on" or (cfg.compile == "auto" and large and processes == 1 and uses_triton(policy.device)):
         policy.compile_layers(processes == 1, partial)
+        if is_deterministic():
+            warm_up(policy, dtype)
     elif partial:
         raise UserError(
             "train.activation_checkpointing = 'partial' needs compiled layers: set train.compile = 'on', or set it to "
             "true or false"
         )
+
+
+def warm_up(policy: Decoder, dtype: torch.dtype) -> None:
+    """Compile the layers for all that training calls, with the same numbers of tokens in every run.
+
+    Compiled code works for any number of tokens, but the compiler chooses the kernels for that of the first call, which
+    a resumed run does not have in common with the run. The cache on the disk does not distinguish such numbers either.
+    """
+    ids = torch.zeros(WARM_UP_TOKENS, dtype=torch.int64, device=policy.device)
+    quarter = WARM_UP_TOKENS // 4
+    layouts: list[tuple[list[int], list[int] | None]] = [
+        ([quarter] * 4, None),
+        ([WARM_UP_TOKENS], None),
+        ([quarter] * 4, [0, *[quarter // 2] * 3]),  # they begin alike
+    ]
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        for lengths, shared in layouts:
+            policy.hidden(ids, lengths, shared).sum().backward()
+            with torch.no_grad():
+                policy.hidden(ids, lengths, shared)
+                with policy.adapters_off():  # as the reference
+                    policy.hidden(ids, lengths, shared)
+    policy.zero_grad(set_to_none=True)
+    policy.stop_compiling()
 
 
 def model_source(cfg: ModelConfig, runs_dir: str) -> str:
@@ -393,6 +428,11 @@ def check_capabilities(cfg: TrainConfig, engine: BaseEngine, trains: bool, verif
         raise UserError(
             f"engine {name} cannot update weights while it generates (inflight_updates), which asynchronous training "
             "needs: set source.max_staleness = 0, or engine.name to native, assay, vllm or sglang"
+        )
+    if cfg.train.deterministic and not has.exact_seeds:
+        raise UserError(
+            f"engine {name} has no exact seeds (exact_seeds), which train.deterministic = true needs: set engine.name "
+            "to auto, or leave out train.deterministic"
         )
     if not has.exact_seeds:
         console.warn(

@@ -53,7 +53,7 @@ from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
 from assay.mesh import Mesh
 from assay.models import Decoder, Lora, PolicyModel, load_adapter, pick_dtype
-from assay.models.device import use_expandable_segments
+from assay.models.device import deterministic, use_expandable_segments
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.console import Console
@@ -84,6 +84,11 @@ CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start
 
 def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     """Build a run from its settings. Errors in the settings are raised before the run directory is created."""
+    with deterministic(cfg.train.deterministic, cfg.device):
+        return create_run(cfg, console)
+
+
+def create_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     started = time.perf_counter()
     require_command_line(cfg)
     mesh = start_mesh(cfg)
@@ -121,6 +126,11 @@ def planned_name(cfg: TrainConfig, console: Console) -> str:
 
 def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
     """Resume a run from its last intact checkpoint. Everything that was written after that checkpoint is deleted."""
+    with deterministic(cfg.train.deterministic, cfg.device):
+        return reopen_run(cfg, directory, console)
+
+
+def reopen_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
     started = time.perf_counter()
     require_command_line(cfg)
     mesh, path = start_mesh(cfg), directory.path
@@ -250,6 +260,11 @@ def assemble(
     if alone(cfg, mesh) and cfg.engine.name in ("auto", "native", "hf"):  # others share memory between processes
         use_expandable_segments(mesh.device)
     policy = load_policy(cfg, source, tokenizer, device, dtype, precision, adapters, console)
+    if cfg.train.deterministic and mesh.device.type == "cuda" and not isinstance(policy, Decoder):
+        raise UserError(
+            f"train.deterministic = true is not available on CUDA for {cfg.model.source}, which runs through "
+            "transformers: use a model of another family, or set device = 'cpu'"
+        )
     check_sizes(cfg, policy.max_length)  # again: of a model on the hub, the size was not known before
     set_up_threads(cfg.model.source, policy, dtype, cfg.threads, console)
     for cause in settings_problems(cfg, algo, task, policy.parameter_count):
@@ -266,7 +281,7 @@ def assemble(
     engine = shard_and_build_engine(cfg, policy, renderer, mesh, dtype, console)
     verify = verify_method(cfg.engine, engine)
     check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
-    prepare_policy(policy, cfg.train, mesh.world)
+    prepare_policy(policy, cfg.train, mesh.world, dtype)
     updater = build_updater(cfg, policy, mesh, dtype, console)
     updater.critic = critic if critic and critic.shared else None
     if directory is None and mesh.is_main and (text := disk_warning(cfg, checkpoint_bytes(cfg, policy))):

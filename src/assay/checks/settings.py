@@ -50,9 +50,33 @@ def check_settings(cfg: TrainConfig) -> None:
         what = f"{sizes} are {answers:,} answers per step, more than {MAX_ANSWERS:,}"
         raise UserError(Problem(what, "lower train.prompts or train.samples"))
     check_cluster(cfg)
+    if cfg.train.deterministic:
+        check_deterministic(cfg)
     if cfg.train.stop_early and (not cfg.eval.every or cfg.eval.split == "test"):
         what = "train.stop_early needs periodic evaluations on problems that are not the test split"
         raise UserError(Problem(what, "set eval.every, and eval.split = 'validation'"))
+
+
+def check_deterministic(cfg: TrainConfig) -> None:
+    """Raise if a part of the run depends on time, so that `train.deterministic` cannot be kept."""
+    causes = {
+        "asynchronous training, whose batches depend on how fast groups are sampled": (
+            cfg.source.name == "async" and cfg.source.max_staleness > 0,
+            "set source.max_staleness = 0",
+        ),
+        f"engine.name = '{cfg.engine.name}', whose servers compute together what arrives together": (
+            cfg.engine.name in SERVER_SECTIONS,
+            "set it to 'auto'",
+        ),
+        "reference.url, whose server computes together what arrives together": (
+            bool(cfg.reference.url),
+            "set algo.reference instead",
+        ),
+        "env.max_seconds, which ends episodes by the clock": (cfg.env.max_seconds > 0, "set env.max_steps instead"),
+    }
+    for cause, (applies, remedy) in causes.items():
+        if applies:
+            raise UserError(Problem(f"train.deterministic = true cannot be combined with {cause}", remedy))
 
 
 SERVER_SECTIONS = {"assay": "server", "vllm": "vllm", "sglang": "sglang"}  # of the settings, by engine

@@ -343,6 +343,9 @@ class LoopConfig(Section):
     """compile the layers with torch.compile; auto: on one GPU, for models of 100 million parameters or more"""
     offload_reference: bool = False
     """keep the reference model in CPU memory and move it to the GPU only while it computes log-probabilities"""
+    deterministic: bool = False
+    """the same weights, bit for bit, in every run with the same seed, also on a GPU; slower. CPU runs have this anyway.
+    What cannot be repeated is refused"""
     process: Literal["same", "separate"] = "same"
     """separate: run each update in its own process, which frees all of its GPU memory; takes seconds to start"""
     stop_early: Count = 0

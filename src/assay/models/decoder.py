@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from assay.models.attention import PackedCausal
 from assay.models.base import LoadOptions, PolicyModel, autocast_dtype
-from assay.models.device import check_compile_cache
+from assay.models.device import check_compile_cache, is_deterministic
 from assay.models.spec import LLAMA3_SCALING, ModelSpec
 from assay.types import UserError
 
@@ -214,11 +215,26 @@ class Decoder(PolicyModel):
             _dynamo.reset()  # else code that was compiled for another model would be used again
         # The scale of adapters is a constant: as an input, it would be a CPU tensor, and take a C++ compiler 50 s.
         _dynamo.config.specialize_float = True
-        self.compiled_bridge = torch.compile(bridge, dynamic=True) if bridged else None
+        if is_deterministic():
+            _dynamo.reset()  # also of code that was compiled for other numbers of tokens: see `stop_compiling`
+        # Otherwise some kernels are chosen by measuring them. As an option, it also applies to the backward pass, which
+        # is compiled in another thread.
+        options: Any = {"deterministic": True} if is_deterministic() else None
+        self.compiled_bridge = torch.compile(bridge, dynamic=True, options=options) if bridged else None
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
-            layer.pre_attention = torch.compile(layer.pre_attention, dynamic=True)  # type: ignore[method-assign]
-            layer.post_attention = torch.compile(layer.post_attention, dynamic=True)  # type: ignore[method-assign]
+            for name in ("pre_attention", "post_attention"):
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True, options=options))
+
+    def stop_compiling(self) -> None:
+        """Compute with the code that is compiled so far. Calls that it does not fit run without compilation."""
+        from torch._dynamo import run
+
+        if self.compiled_bridge is not None:
+            self.compiled_bridge = run(self.compiled_bridge)
+        for layer in self.model.layers:
+            for name in ("pre_attention", "post_attention"):
+                setattr(layer, name, run(getattr(layer, name)))
 
     def hidden(self, ids: Tensor, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Tensor:
         layout = PackedCausal(lengths, ids.device, shared)

@@ -1,4 +1,4 @@
-"""Devices, dtypes, free memory and transfers to a GPU."""
+"""Devices, dtypes, free memory, transfers to a GPU, and results that are equal bit by bit in every run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import stat
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,6 +175,68 @@ def use_expandable_segments(device: torch.device) -> None:
     """
     if device.type == "cuda" and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+REPEATABLE_WORKSPACES = (":4096:8", ":16:8")  # sizes of cuBLAS' work space with which its products are repeatable
+
+_deterministic = False
+
+
+def is_deterministic() -> bool:
+    """Whether this process is in the context of `deterministic`: no result may depend on free memory or time."""
+    return _deterministic
+
+
+@contextmanager
+def deterministic(wanted: bool, device: torch.device | str) -> Iterator[None]:
+    """In this context, operators of torch give the same bits in every run, or raise. Not `wanted`: nothing changes.
+
+    On CUDA it must be entered before the first matrix product. `CUBLAS_WORKSPACE_CONFIG` stays set at the end, because
+    torch reads it once; all else is restored.
+    """
+    global _deterministic
+    if not wanted:
+        yield
+        return
+    device = pick_device(str(device))
+    if device.type == "mps":
+        raise UserError("train.deterministic = true is not available on mps: set device = 'cpu', or leave it out")
+    if device.type == "cuda" and os.environ.get(CUBLAS_WORKSPACE) not in REPEATABLE_WORKSPACES:
+        os.environ[CUBLAS_WORKSPACE] = REPEATABLE_WORKSPACES[0]
+    before = _deterministic, torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filling: Any = torch.utils.deterministic
+    fill, benchmark = filling.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    try:
+        torch.use_deterministic_algorithms(True)
+        # Nothing reads memory before it is written, and filling it takes time.
+        filling.fill_uninitialized_memory = False
+        torch.backends.cudnn.benchmark = False
+        _deterministic = True
+        if device.type == "cuda" and torch.cuda.is_initialized():
+            check_products(device)
+        yield
+    finally:
+        _deterministic = before[0]
+        torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
+        filling.fill_uninitialized_memory = fill
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def check_products(device: torch.device) -> None:
+    """Raise a `UserError` if this process has multiplied matrices before `CUBLAS_WORKSPACE_CONFIG` was set."""
+    number = torch.ones(1, 1, device=device)
+    try:
+        number @ number
+    except RuntimeError as error:
+        if CUBLAS_WORKSPACE not in str(error):
+            raise
+        raise UserError(
+            f"train.deterministic = true has to set {CUBLAS_WORKSPACE} before the first matrix product on the GPU, "
+            f"which this process has made: start it with {CUBLAS_WORKSPACE}={REPEATABLE_WORKSPACES[0]} in its "
+            "environment"
+        ) from None
 
 
 def release_memory() -> None:

@@ -236,6 +236,8 @@ class RunEvaluator:
         """Evaluate, write the answers to the files of `step`, and return metrics."""
         split, started = self.cfg.eval.split_of(label), time.perf_counter()
         params = sampling_params(self.cfg.eval, self.cfg.eval.samples, self.cfg.sampling)
+        if self.cfg.train.deterministic:
+            self.collector.engine.reset_prefix_cache()  # as in a resumed run
         report, groups = evaluate(self.collector, self.prompts[label], params, self.cfg.seed)
         if self.collector.mesh.is_main:
             rollouts.write_rollouts(self.directory.path, step, groups, "eval", split=f"{label}-{split}")

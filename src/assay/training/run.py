@@ -15,6 +15,7 @@ from assay.checks import as_facts
 from assay.config import TrainConfig
 from assay.config.settings import to_toml
 from assay.mesh import Mesh
+from assay.models.device import deterministic
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
 from assay.runs.curves import draw_curves
@@ -82,6 +83,7 @@ class TrainingRun:
     def active(self) -> Iterator[None]:
         """Hold the run directory, judge and environment. A stop request saves a checkpoint and ends the run."""
         with (
+            deterministic(self.cfg.train.deterministic, self.mesh.device),
             self.directory,
             self._status(),
             self.recorder.trackers,
@@ -224,6 +226,7 @@ class TrainingRun:
             "tokens": state.tokens,
             "answers": state.answers,
             "seed": cfg.seed,
+            **({"deterministic": True} if cfg.train.deterministic else {}),
             **state.facts,
             **({"stopped_early": why} if why else {}),
         }

@@ -170,6 +170,13 @@ class NativeEngine(LocalEngine):
     def _reset_prefix_cache(self) -> None:
         self.scheduler.evict_kept()
         self.blocks.clear_prefix_index()
+        if self.busy and not self.scheduler.unfinished:  # all requests were aborted
+            self._become_idle()
+        if not self.busy:
+            # Windows of steps end where the log is full. The next requests get the same windows as in a new engine.
+            self.scheduler.step += -self.scheduler.step % LOG_STEPS
+            self.rows.step.fill_(self.scheduler.step)
+            self.outputs.start(self.scheduler.step)
 
     def _close(self) -> None:
         self.drop_requests()

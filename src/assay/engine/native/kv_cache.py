@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from assay.engine.sequence import BLOCK_SIZE
-from assay.models.device import free_memory
+from assay.models.device import free_memory, is_deterministic
 from assay.models.spec import ModelSpec
 from assay.types import UserError
 
@@ -166,7 +166,21 @@ def cache_blocks(
         return blocks
     useful = max_batch * -(-max_length // BLOCK_SIZE)
     free = free_memory(device) or DEFAULT_FREE
-    return max(1, min(useful, int(free * MEMORY_FRACTION.get(device.type, MEMORY_FRACTION["cpu"])) // block_bytes))
+    blocks = max(1, int(free * MEMORY_FRACTION.get(device.type, MEMORY_FRACTION["cpu"])) // block_bytes)
+    if blocks < useful and is_deterministic():
+        gib = blocks * block_bytes / GIB
+        raise UserError(
+            "with train.deterministic = true, the KV cache must not depend on free memory, which has room for "
+            f"{blocks} of the {useful} blocks that engine.max_batch = {max_batch} sequences can use: set "
+            f"engine.kv_cache_gib, e.g. to {rounded_down(gib)}, or lower engine.max_batch or model.max_length"
+        )
+    return min(useful, blocks)
+
+
+def rounded_down(number: float) -> str:
+    """Two digits, which are not more than the number."""
+    step = 10.0 ** (math.floor(math.log10(number)) - 1)
+    return f"{math.floor(number / step) * step:.6g}"
 
 
 def new_cache(

@@ -19,7 +19,7 @@ from torch import Tensor
 from assay.algos import Algorithm, TokenInput
 from assay.mesh import Mesh
 from assay.models import PolicyModel
-from assay.models.device import upload
+from assay.models.device import is_deterministic, upload
 from assay.training.parallel import in_lockstep
 from assay.types import Group, Rollout, UserError
 
@@ -288,7 +288,13 @@ def halve_token_budget(owner: Budgeted, rows: Sequence[Row], failure: BaseExcept
             "optim.precision = '8bit' or engine.sleep_while_training = true, or lower engine.kv_cache_gib or "
             "sampling.max_new_tokens"
         ) from failure
-    owner.token_budget = max(min(owner.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
+    used, smaller = owner.token_budget, max(min(owner.token_budget, sum(len(row.ids) for row in rows)) // 2, longest)
+    if is_deterministic():
+        raise UserError(
+            f"out of memory, and train.deterministic = true forbids smaller micro-batches, whose sums differ in the "
+            f"last bits: lower train.token_budget, now {used}, e.g. to {smaller}, and start again"
+        ) from failure
+    owner.token_budget = smaller
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     warnings.warn(f"out of memory: continuing with train.token_budget = {owner.token_budget}", stacklevel=2)

@@ -19,7 +19,7 @@ import signal
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,6 +31,7 @@ from assay.algos import Algorithm, Sums
 from assay.config import TrainConfig
 from assay.mesh import Mesh, join_children
 from assay.models import PolicyModel
+from assay.models.device import deterministic, is_deterministic
 from assay.system.spawn import RemoteWorker, WorkerDied, exit_reason, serve
 from assay.training.learner.optim import optimizer_tensors
 from assay.training.learner.pack import Row, out_of_memory
@@ -191,7 +192,7 @@ class SubprocessUpdater(Updater):
         files = {name: (shared.file.fileno(), shared.slots) for name, shared in self.shared.items()}
         self.worker = self._next_worker()
         group = f"update-{next(NUMBERS)}" if self.mesh.world > 1 else None
-        self._call("begin", content, files, self.mesh.device, torch.get_num_threads(), group)
+        self._call("begin", content, files, self.mesh.device, torch.get_num_threads(), group, is_deterministic())
 
     def _next_worker(self) -> RemoteWorker:
         """The one that was started ahead, if it is still alive."""
@@ -284,6 +285,9 @@ def main() -> None:
 class UpdateWorker:
     """Methods are called in this order: begin, any number of scores and steps, end."""
 
+    def __init__(self) -> None:
+        self.context = ExitStack()  # held until the process ends
+
     def begin(
         self,
         content: bytes,
@@ -291,10 +295,12 @@ class UpdateWorker:
         device: torch.device,
         threads: int,
         group: str | None,
+        repeatable: bool,
     ) -> None:
         """Load the updater and the algorithm, with all tensors on the device. `group`: name of the mesh of the workers
-        of all ranks; None: there is one.
+        of all ranks; None: there is one. `repeatable`: see `deterministic`.
         """
+        self.context.enter_context(deterministic(repeatable, device))
         torch.set_num_threads(threads)  # the order of summation depends on it, and so do the results
         self.shared = {name: SharedTensors(*arguments) for name, arguments in files.items()}
         try:
