@@ -67,10 +67,11 @@ def test_sizes_must_be_multiples() -> None:
         Fp8Matrix.zeros([24], 32, DEVICE, torch.bfloat16)
 
 
-def test_an_engine_samples_nearly_what_the_model_gives() -> None:
+@pytest.mark.parametrize("options", [{"quantize": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_an_engine_samples_nearly_what_the_model_gives(options: dict[str, str]) -> None:
     model = small()
     requests = [Request([7, 3, 60 + i], SamplingParams(n=2, max_new_tokens=20), seed=i) for i in range(4)]
-    groups = generate(engine_of(model), requests)
+    groups = generate(engine_of(model, **{"quantize": "", **options}), requests)
     plain = {**{"device": DEVICE, "dtype": torch.bfloat16, "max_batch": 8}}
     exact = make_engine("native", model, **plain)
     gaps = []
@@ -106,8 +107,14 @@ def test_the_fingerprint_covers_codes_and_scales() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("native", {"dtype": torch.float32}, "needs engine.dtype = 'bfloat16'"),
+        ("native", {"dtype": torch.float32}, "needs engine.dtype"),
+        (
+            "native",
+            {"dtype": torch.float32, "quantize": "", "kv_cache_dtype": "fp8"},
+            "engine.kv_cache_dtype = 'fp8' needs",
+        ),
         ("hf", {}, "engine.quantize is for the engine native"),
+        ("hf", {"quantize": "", "kv_cache_dtype": "fp8"}, "engine.kv_cache_dtype is for the engine native"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(make_hf: Any, name: str, options: dict[str, Any], message: str) -> None:

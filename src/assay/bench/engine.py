@@ -115,7 +115,8 @@ def build(
     model = work.float32_model(device, work.seed, progress)
     work.check_length(model)
     sizes: dict[str, Any] = {"max_batch": work.batch, "max_length": work.max_length}
-    engine = make_engine("auto", model, device=device, dtype=dtype, quantize=work.quantize, **sizes)
+    sizes |= {"quantize": work.quantize, "kv_cache_dtype": work.kv_cache_dtype}
+    engine = make_engine("auto", model, device=device, dtype=dtype, **sizes)
     return model, cast(Engine, engine), device, dtype
 
 

@@ -219,6 +219,7 @@ class Workload(ModelOptions):
     top_k: int = option(0, "0 is off")
     min_p: float = option(0.0, "0 is off")
     quantize: str = option("", "fp8: products of the layers in 8 bits", choices=("", "fp8"))
+    kv_cache_dtype: str = option("auto", "fp8: keys and values in 8 bits", choices=("auto", "fp8"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,7 +260,7 @@ class Workload(ModelOptions):
     @property
     def id(self) -> str:
         """A unique name: results of one workload never replace results of another."""
-        quantized = f"-{self.quantize}" if self.quantize else ""
+        quantized = f"-{self.quantize}" * bool(self.quantize) + "-fp8kv" * (self.kv_cache_dtype == "fp8")
         if not self.is_longtail:
             kind = f"{self.prompts}x{self.samples}x{self.new}"
             kind = "one-sequence" if kind == "1x1x512" else kind

@@ -272,6 +272,7 @@ def build_engine(
 
     device, engine = device or policy.device, cfg.engine
     options = {"max_batch", "kv_cache_gib", "prefill_tokens", "sleep_while_training", "kv_on_update", "quantize"}
+    options.add("kv_cache_dtype")
     return make_engine(
         custom_backend(engine.name) if is_custom_backend(engine) else engine.name,
         policy,

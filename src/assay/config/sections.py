@@ -510,6 +510,8 @@ class EngineConfig(Section):
     """auto: the device's preferred dtype; float64: see the dtype of the run"""
     quantize: Literal["", "fp8"] = ""
     """fp8: matrix products of the layers in 8 bits, on GPUs that have them (Hopper, Ada); native only"""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: that of the engine; fp8: 8 bits, on the same GPUs, which rounds keys and values coarsely; native only"""
     verify: Literal["auto", "fingerprint", "probe", "off"] = "auto"
     """proof of weight sync: bit by bit, or scores of probe sequences; auto: the first that the engine supports"""
     verify_every: Positive = 1

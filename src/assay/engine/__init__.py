@@ -105,8 +105,9 @@ def make_engine(
         backend = "native" if isinstance(model, Decoder) else "hf"
     if isinstance(backend, str) and backend not in ENGINES:
         raise unknown_name("engine", backend, ["auto", *ENGINES])
-    if options.get("quantize") and backend != "native":
-        raise UserError("engine.quantize is for the engine native: remove it, or set engine.name = 'native'")
+    for name, default in (("quantize", ""), ("kv_cache_dtype", "auto")):
+        if options.get(name, default) != default and backend != "native":
+            raise UserError(f"engine.{name} is for the engine native: remove it, or set engine.name = 'native'")
     make = ENGINES[backend] if isinstance(backend, str) else without_group(backend)
     if isinstance(make, str):
         make = pkgutil.resolve_name(make)

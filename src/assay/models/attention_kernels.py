@@ -31,8 +31,8 @@ class Tuning(NamedTuple):
 
 
 # By padded head size.
-FORWARD = {64: Tuning(128, 64, 4, 3), 128: Tuning(128, 64, 8, 3), 256: Tuning(64, 32, 4, 2)}
-QUERY_GRADIENTS = {64: Tuning(128, 64, 8, 3), 128: Tuning(128, 64, 8, 2), 256: Tuning(64, 32, 4, 2)}
+FORWARD = {64: Tuning(64, 64, 4, 3), 128: Tuning(128, 64, 8, 3), 256: Tuning(64, 32, 4, 2)}
+QUERY_GRADIENTS = {64: Tuning(64, 64, 4, 3), 128: Tuning(128, 64, 8, 3), 256: Tuning(64, 32, 4, 2)}
 KEY_GRADIENTS = {64: Tuning(64, 64, 4, 3), 128: Tuning(64, 64, 4, 2), 256: Tuning(32, 64, 8, 2)}
 MAX_SIZE = 256  # of a head
 MIN_DOT = 16  # minimum size of a product on tensor cores

@@ -70,7 +70,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def codes_of(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() * scale.reciprocal()).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return to_fp8(x.float() * scale.reciprocal())
 
 
 def served_weights(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -127,14 +127,24 @@ class Fp8Matrix:
         return Scaled(values, x.scales, self.scales, self.sizes, bias)
 
 
-def check_device(device: torch.device, dtype: torch.dtype, parallel: bool = False) -> None:
+def check_device(setting: str, device: torch.device, dtype: torch.dtype, parallel: bool = False) -> None:
     """Raise a `UserError` if this device has no products in 8 bits. `parallel`: weights are split over ranks."""
     if parallel:
-        raise UserError("engine.quantize = 'fp8' does not work with parallel.tp above 1: remove one of them")
+        raise UserError(f"{setting} does not work with parallel.tp above 1: remove one of them")
     if dtype != torch.bfloat16:
-        raise UserError("engine.quantize = 'fp8' needs engine.dtype = 'bfloat16': change one of them")
+        raise UserError(f"{setting} needs engine.dtype = 'bfloat16': change one of them")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"engine.quantize = 'fp8' needs a GPU with 8-bit products (Hopper, Ada), not {name}: remove it")
+        raise UserError(f"{setting} needs a GPU with 8-bit numbers (Hopper, Ada), not {name}: remove it")
     if device.type not in ("cuda", "cpu"):
-        raise UserError(f"engine.quantize = 'fp8' is for CUDA and, slowly, CPUs, not {device.type}: remove it")
+        raise UserError(f"{setting} is for CUDA and, slowly, CPUs, not {device.type}: remove it")
+
+
+def to_fp8(x: Tensor) -> Tensor:
+    """Numbers beyond the largest become the largest."""
+    return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A view of 8-bit numbers as integers, which operators that only move data need; of others, `x`."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from assay.engine.native.scheduler import Chunk
 from assay.models.attention import varlen_attention
+from assay.models.fp8 import as_bytes
 
 # (queries [A, B, N, d], keys [A, C, S, d], values [A, C, S, d]) -> [A, B, N, d], where B is C or a multiple of it
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -27,20 +28,23 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Gather:
     """Gathers the same blocks of every layer, concatenated, into memory that is reused by the next layer."""
 
-    def __init__(self, blocks: Tensor) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: Tensor, dtype: torch.dtype) -> None:
+        """`dtype`: of what a cache in 8 bits is read as."""
+        self.blocks, self.dtype = blocks, dtype
         self.index: Tensor | None = None
         self.out: Tensor | None = None
 
     def __call__(self, kv: Tensor) -> Tensor:
         """kv [2, K, blocks, block size, d] -> [2 x K x blocks chosen, block size x d]"""
-        lines = kv.view(-1, kv.shape[3] * kv.shape[4])  # one line per block and head: faster than along an axis
+        # One line per block and head: faster than along an axis.
+        lines = as_bytes(kv).view(-1, kv.shape[3] * kv.shape[4])
         if self.index is None:
             heads = torch.arange(kv.shape[0] * kv.shape[1], device=kv.device)[:, None]
             self.index = (heads * kv.shape[2] + self.blocks).view(-1)
             self.out = lines.new_empty(len(self.index), lines.shape[1])
         assert self.out is not None
-        return torch.index_select(lines, 0, self.index, out=self.out)
+        found = torch.index_select(lines, 0, self.index, out=self.out)
+        return found if found.dtype == kv.dtype else found.view(kv.dtype).to(self.dtype)
 
 
 class RowAttention:
@@ -50,7 +54,7 @@ class RowAttention:
         """`tables` [B, *]: blocks of the rows; `lengths` [B]: number of keys that each row sees, at most `span`."""
         self.rows, blocks = tables.shape[0], -(-span // block_size)
         self.span, self.dtype = blocks * block_size, dtype
-        self.gather = Gather(tables[:, :blocks].reshape(-1))
+        self.gather = Gather(tables[:, :blocks].reshape(-1), dtype)
         self.last = lengths[:, None] - 1
         # In float32 with MKL, two batched products are faster than the fused kernel. In bfloat16 the fused kernel is
         # needed for its float32 accumulation. Libraries without batched products need one call per row and head.
@@ -102,7 +106,7 @@ class ChunkAttention:
         tables = np.zeros((self.count, int(blocks.max())), dtype=np.int64)
         for row, chunk in enumerate(chunks):
             tables[row, : blocks[row]] = chunk.blocks[: blocks[row]]
-        self.gather = Gather(torch.from_numpy(tables.reshape(-1)).to(device))
+        self.gather = Gather(torch.from_numpy(tables.reshape(-1)).to(device), dtype)
         is_query = np.arange(self.longest) < sizes[:, None]
         self.even = bool(is_query.all())
         self.query_index = torch.from_numpy(np.flatnonzero(is_query)).to(device)  # of queries in the padded batch
@@ -185,7 +189,8 @@ class VarlenAttention:
         self.queries, self.keys, self.slots = (upload(values) for values in host)
 
     def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
-        keys, values = kv.view(2, kv.shape[1], -1, kv.shape[-1]).index_select(2, self.slots).transpose(1, 2)
+        tokens = as_bytes(kv).view(2, kv.shape[1], -1, kv.shape[-1]).index_select(2, self.slots)
+        keys, values = tokens.view(kv.dtype).to(q.dtype).transpose(1, 2)
         return varlen_attention(q, keys, values, self.queries, self.keys, self.most, window, scale)
 
 

@@ -52,10 +52,11 @@ class NativeEngine(LocalEngine):
         shard = None if self.group is None else TPShard(spec, self.group)
         vocabulary, spec = spec.vocab_size, spec if shard is None else shard.spec
         ops = make_operations(spec, max_length, self.device, dtype)
-        if opts.quantize:
-            check_device(self.device, dtype, shard is not None)
+        kv_dtype = torch.float8_e4m3fn if opts.kv_cache_dtype == "fp8" else dtype
+        for setting in ["quantize"] * bool(opts.quantize) + ["kv_cache_dtype"] * (kv_dtype != dtype):
+            check_device(f"engine.{setting} = 'fp8'", self.device, dtype, shard is not None)
         self.network = FusedDecoder(spec, ops, self.device, dtype, shard, quantized=bool(opts.quantize))
-        total = cache_blocks(spec, max_batch, max_length, self.device, dtype, opts.kv_cache_gib)
+        total = cache_blocks(spec, max_batch, max_length, self.device, kv_dtype, opts.kv_cache_gib)
         if self.group is not None:
             (total,) = min_over_ranks([total], self.group)
         # A sequence cannot outgrow the whole cache; its last token is sampled but never stored.
@@ -68,7 +69,7 @@ class NativeEngine(LocalEngine):
         self.scheduler = Scheduler(self.blocks, max_batch, chunk)
         self.rows = Rows(max_batch, -(-max_length // BLOCK_SIZE), self.device, dtype)
         # One more block for writes of rows that do not store their token.
-        kv, self.mapped_memory = new_cache(spec, total + 1, self.device, dtype, opts.sleep_while_training)
+        kv, self.mapped_memory = new_cache(spec, total + 1, self.device, kv_dtype, opts.sleep_while_training)
         self.runner = make_runner(self.network, self.rows, kv)
         self.outputs = OutputProcessor(
             max_batch, opts.decode, self._keep, self.rows.float_type, digests=self.group is not None

@@ -195,9 +195,9 @@ def new_cache(
     try:
         if device.type == "cuda" and mapped:
             memory = MappedMemory(size, device)
-            return memory.tensor(shape, dtype), memory
+            return memory.tensor((size,), torch.uint8).view(dtype).view(shape), memory
         if device.type != "cpu":
-            return torch.zeros(shape, device=device, dtype=dtype), None
+            return torch.zeros(size, device=device, dtype=torch.uint8).view(dtype).view(shape), None
         return zeros_on_cpu(size).view(dtype).view(shape), None
     except (torch.OutOfMemoryError, MemoryError):
         raise UserError(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.models.decoder import GATES, embedding_scale, rms_norm
-from assay.models.fp8 import SCALES, Fp8Matrix, Quantized, Scaled, quantize
+from assay.models.fp8 import SCALES, Fp8Matrix, Quantized, Scaled, as_bytes, quantize, to_fp8
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
@@ -137,9 +137,10 @@ class TorchOperations:
                 rotated = F.rms_norm(rotated, (size,), None, self.spec.norm_eps) * scales
         rotated = self.rotate(rotated, at, table)
         # A slot of -1 is the last one of the cache, in a block that no sequence uses.
-        slots = kv.view(2, kv_heads, -1, size)
-        slots[0].index_copy_(1, at.slots % slots.shape[2], rotated[:, heads:].transpose(0, 1))
-        slots[1].index_copy_(1, at.slots % slots.shape[2], qkv[:, heads + kv_heads :].transpose(0, 1))
+        slots = as_bytes(kv).view(2, kv_heads, -1, size)
+        for part, new in zip(slots, (rotated[:, heads:], qkv[:, heads + kv_heads :]), strict=True):
+            new = new if new.dtype == kv.dtype else as_bytes(to_fp8(new))
+            part.index_copy_(1, at.slots % slots.shape[2], new.transpose(0, 1))
         return rotated[:, :heads]
 
     def rotate(self, x: Tensor, at: TokenPositions, table: int) -> Tensor:

@@ -22,6 +22,7 @@ from assay.engine.native.scheduler import Chunk
 from assay.engine.sampler import Rows, joined_scores, target_logprobs, token_scores
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
 from assay.models.attention import has_varlen
+from assay.models.fp8 import as_bytes
 
 WINDOW = 3  # steps between two reads of results; blocks are allocated for all of them at once
 SHARING_PROGRAMS = 512  # rows times key-value heads below which prefixes are not shared
@@ -37,7 +38,7 @@ class Runner:
 
     def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor) -> None:
         self.network, self.rows, self.kv = network, rows, kv
-        self.device, self.dtype = kv.device, kv.dtype
+        self.device, self.dtype = kv.device, network.norm.dtype
         self.window = 1 if self.device.type == "cpu" else 8
         self.ahead = 0  # windows in flight while the host processes earlier results
 
@@ -106,7 +107,7 @@ class Runner:
         ends = np.cumsum(counts).tolist()
         pairs = zip(sequences, counts, ends, strict=True)
         chunks = [Chunk(sequence, 0, len(sequence), range(end - count, end)) for sequence, count, end in pairs]
-        kv, _ = new_cache(self.network.spec, ends[-1] + 1, self.device, self.dtype)
+        kv, _ = new_cache(self.network.spec, ends[-1] + 1, self.device, self.kv.dtype)
         return self.network.forward(*self._inputs(chunks), kv, self._attention(chunks))
 
     def close(self) -> None:
@@ -116,7 +117,8 @@ class Runner:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as pairs (from, to)."""
         sources, destinations = (self.rows.upload(np.array(side)) for side in zip(*pairs, strict=True))
-        self.kv.index_copy_(3, destinations, self.kv.index_select(3, sources))
+        kv = as_bytes(self.kv)
+        kv.index_copy_(3, destinations, kv.index_select(3, sources))
 
     def arrange(self, running: Sequence[Sample]) -> None:
         """Called before the next step when rows were added, removed or moved."""

@@ -99,6 +99,15 @@ def test_decode_attention_equals_the_float64_reference(
         assert_near(out, reference(q, kv, tables, LENGTHS, window, scale))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_cache_in_8_bits(splits: int) -> None:
+    kv, tables = cache_and_tables(LENGTHS, 2, 64, torch.bfloat16)
+    kv, q = kv.to(torch.float8_e4m3fn), queries(len(LENGTHS), 6, 64, torch.bfloat16)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    out = decode_attention(q, kv, tables, lengths, splits=splits, block_n=32)
+    assert_near(out, reference(q, kv, tables, LENGTHS))
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
 def test_decode_attention_with_tuned_tiles(size: int, dtype: torch.dtype) -> None:
     kv, tables = cache_and_tables([100, 128], 1, size, dtype)

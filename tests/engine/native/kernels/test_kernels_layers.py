@@ -197,6 +197,21 @@ def test_rope_store(
     assert torch.equal(new[:, :, others], old[:, :, others])
 
 
+def test_rope_store_into_a_cache_in_8_bits() -> None:
+    qkv, positions = 100 * normal(3, 8 * 64, dtype=torch.bfloat16), torch.tensor([3, 0, 199], device=DEVICE)
+    slots = torch.tensor([2, -1, 9], device=DEVICE)
+    wide = torch.zeros(2, 2, 2, BLOCK_SIZE, 64, device=DEVICE, dtype=torch.bfloat16)
+    narrow = wide.to(torch.float8_e4m3fn)
+    found, expected = (
+        rope_store(qkv, positions, slots, rope_table(64), None, None, 0.0, cache) for cache in (narrow, wide)
+    )
+    assert torch.equal(found, expected) and wide.abs().max() < LARGEST
+    if DEVICE == "cuda":  # Triton's interpreter rounds 8-bit numbers wrongly
+        assert torch.equal(narrow.float(), wide.to(torch.float8_e4m3fn).float())
+        rope_store(1e3 * qkv, positions, slots, rope_table(64), None, None, 0.0, narrow)
+        assert narrow.float().abs().max() == LARGEST
+
+
 def test_rope_store_of_nothing_stored_leaves_the_cache_alone() -> None:
     cache = normal(2, 1, 2, BLOCK_SIZE, 8, dtype=torch.float32)
     before = cache.clone()

@@ -360,6 +360,8 @@ def _accumulate(
         value = tl.load(values + place, mask=readable, other=0.0)
         if WIDE:
             key, value = key.to(tl.float32), value.to(tl.float32)
+        elif key.dtype == tl.float8e4nv:  # which half precision holds exactly
+            key, value = key.to(tl.float16), value.to(tl.float16)
         exponent = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee") * SCALE
         exponent = tl.where(known[None, :], exponent, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(exponent, 1))

@@ -354,8 +354,8 @@ def _rope_store(
     tl.store(target + column, rotated_a, mask=inside & (head < HEADS))
     tl.store(target + column + APART, rotated_b, mask=inside & (head < HEADS))
     stored = inside & (head >= HEADS) & (slot >= 0)
-    tl.store(place + column, rotated_a, mask=stored)
-    tl.store(place + column + APART, rotated_b, mask=stored)
+    tl.store(place + column, _as_stored(rotated_a, kv), mask=stored)
+    tl.store(place + column + APART, _as_stored(rotated_b, kv), mask=stored)
     if ROTATED < SIZE:
         column = ROTATED + tl.arange(0, REST_BLOCK)[None, :]
         inside = (head < HEADS + 2 * KV_HEADS) & (column < SIZE)
@@ -364,7 +364,15 @@ def _rope_store(
         else:
             rest = tl.load(start + column, mask=inside, other=0.0)
         tl.store(target + column, rest, mask=inside & (head < HEADS))
-        tl.store(place + column, rest, mask=inside & (head >= HEADS) & (slot >= 0))
+        tl.store(place + column, _as_stored(rest, kv), mask=inside & (head >= HEADS) & (slot >= 0))
+
+
+@triton.jit
+def _as_stored(value, kv):
+    """In the dtype of the cache. Numbers beyond the largest of 8 bits become the largest."""
+    if kv.dtype.element_ty == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value.to(tl.float32), -LARGEST_CODE), LARGEST_CODE)
+    return value.to(kv.dtype.element_ty)
 
 
 @triton.jit
