@@ -1,17 +1,20 @@
-"""Generation with vLLM on the workload of `assay bench engine`: 16 prompts, all answers run to the length limit.
+"""Generation with vLLM on workloads of `assay bench engine`; all answers run to the length limit.
 
-    python bench/vllm_generate.py SHAPE [SAMPLES] [NEW_TOKENS]
+    python bench/vllm_generate.py SHAPE WORKLOAD... [--runs N] [--quantization fp8] [--kv-cache-dtype fp8]
 
-Needs an environment with vLLM and a GPU. Prints the best of three runs, without and with log-probabilities.
+A workload is PROMPTSxSAMPLESxTOKENS, as in ids of rows, e.g. 16x64x256 or 16x16x4096-prompt_tokens256. Needs an
+environment with vLLM and a GPU. Prints a row for each workload without and with log-probabilities, for `--peer-rows`.
 """
 
+import argparse
 import json
 import os
 import random
-import sys
+import re
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
@@ -27,7 +30,10 @@ SHAPES = {  # Qwen2.5: the sizes, the vocabulary, and whether the embedding is t
     "1.5b": ((1536, 8960, 28, 12, 2), 151936, True),
     "7b": ((3584, 18944, 28, 28, 4), 152064, False),
 }
-PROMPTS, PROMPT_TOKENS = 16, 128
+SETTINGS = (
+    "{dtype}, random weights, max_num_seqs 1024, CUDA graphs up to 1,024 sequences, asynchronous scheduling, "
+    "prompts of {prompt_tokens} tokens, all run to the length limit; vLLM {version}"
+)
 
 
 def write_config(shape: str, folder: Path) -> None:
@@ -36,47 +42,80 @@ def write_config(shape: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def main(shape: str, samples: int = 64, new: int = 256) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("workloads", nargs="+")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--quantization", choices=("fp8",))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
+    parser.add_argument("--only-logprobs", action="store_true", help="do not measure without log-probabilities")
+    args = parser.parse_args()
     from vllm import LLM
 
+    workloads = [parse(text) for text in args.workloads]
     with tempfile.TemporaryDirectory() as folder:
-        write_config(shape, Path(folder))
+        write_config(args.shape, Path(folder))
         llm = LLM(
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=max(2048, new + 256),
+            quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
+            max_model_len=max(2048, *(new + prompt for _, _, new, prompt in workloads)),
             max_num_seqs=1024,
-            gpu_memory_utilization=0.6,
+            gpu_memory_utilization=args.gpu_memory_utilization,
             disable_log_stats=True,
             async_scheduling=True,
             compilation_config={"max_cudagraph_capture_size": 1024},  # the default, 512, costs half of the speed here
         )
-        measure(llm, shape, samples, new)
+        for text, workload in zip(args.workloads, workloads, strict=True):
+            for logprobs in (0,) if args.only_logprobs else (None, 0):
+                print(json.dumps(measure(llm, text, *workload, logprobs, args)), flush=True)
 
 
-def measure(llm: Any, shape: str, samples: int, new: int) -> None:
+def parse(text: str) -> tuple[int, int, int, int]:
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:-prompt_tokens(\d+))?", text)
+    if found is None:
+        raise SystemExit(f"{text} is no workload: write PROMPTSxSAMPLESxTOKENS, or ...-prompt_tokensN")
+    prompts, samples, new, prompt_tokens = found.groups()
+    return int(prompts), int(samples), int(new), int(prompt_tokens or 128)
+
+
+def measure(
+    llm: Any, text: str, prompts: int, samples: int, new: int, prompt_tokens: int, logprobs: int | None, args: Any
+) -> dict[str, Any]:
     import vllm
 
     draw = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [draw.randrange(100, 150000) for _ in range(PROMPT_TOKENS)]} for _ in range(PROMPTS)
-    ]
-    for logprobs in (None, 0):
-        best = 0.0
-        for length in (8, new, new, new):  # the first is a warm-up
-            params = vllm.SamplingParams(
-                n=samples, temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=logprobs
-            )
-            started = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - started
-            tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-            best = max(best, tokens / seconds) if length == new else best
-        facts = {"engine": f"vllm {vllm.__version__}", "shape": shape, "logprobs": logprobs is not None}
-        print(json.dumps({**facts, "tokens_per_s": round(best)}), flush=True)
+    inputs = [{"prompt_token_ids": [draw.randrange(100, 150000) for _ in range(prompt_tokens)]} for _ in range(prompts)]
+    speeds = []
+    for length in (8, *[new] * args.runs):  # the first is a warm-up
+        params = vllm.SamplingParams(
+            n=samples, temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        started = time.perf_counter()
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        assert all(len(answer.token_ids) == length for output in outputs for answer in output.outputs)
+        speeds.append(prompts * samples * length / seconds)
+    runs = [round(speed) for speed in speeds[1:]]
+    in_8_bits = f"-{args.quantization}" * bool(args.quantization) + "-fp8kv" * (args.kv_cache_dtype == "fp8")
+    dtype = ", ".join(
+        ["bfloat16", *["weights and activations in fp8"] * bool(args.quantization)]
+        + ["KV cache in fp8"] * (args.kv_cache_dtype == "fp8")
+    )
+    return {
+        "id": f"gen-{args.shape}-{text}{in_8_bits}",
+        "system": "vllm",
+        "logprobs": logprobs is not None,
+        "tokens_per_s": round(median(runs)),
+        "runs": runs,
+        "settings": SETTINGS.format(dtype=dtype, prompt_tokens=prompt_tokens, version=vllm.__version__),
+    }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main()

@@ -1,6 +1,6 @@
 """Kernels of a decoding step beside their rooflines: products in 16 and 8 bits, attention, sampling, and the rest.
 
-    python bench/kernels.py --shape 7b --rows 1024 256 --length 256 --json kernels.json
+    python bench/decode_kernels.py --shape 7b --rows 1024 256 --length 256 --json kernels.json
 
 Each kernel runs in a CUDA graph, on several copies of its data in turn, so that weights come from memory and not from a
 cache. The roofline of a kernel is the larger of two times: its bytes at the speed of a large sum, and its operations
