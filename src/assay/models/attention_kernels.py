@@ -70,7 +70,7 @@ def tunings_for(size: int, device: torch.device) -> Tunings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """The work of the kernels on packed segments: tables [rows, FIELDS] int32, each with the most work first."""
 
     tunings: Tunings
@@ -93,7 +93,7 @@ class Plan:
         kv_heads: int,
         window: int = 0,
         long: int | None = None,
-    ) -> Plan:
+    ) -> AttentionPlan:
         """`lengths` of the segments; `prefixes`: for each the index of the segment that it follows, or -1.
 
         Those that follow a segment come right after it. `size`: of a head. Of segments of `long` tokens or more, what
@@ -184,7 +184,9 @@ def table(*fields: np.ndarray) -> np.ndarray:
     return rows
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, plan: Plan, scale: float | None = None) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, plan: AttentionPlan, scale: float | None = None
+) -> None:
     """Writes the result [N, H, d] and log-partition sums [H, N] float32, of all tokens in tiles of the plan."""
     tokens, heads, _ = q.shape
     if len(plan.forward):
@@ -202,7 +204,7 @@ def backward(
     out: Tensor,
     sums: Tensor,
     grads: tuple[Tensor, ...],
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float | None = None,
 ) -> None:
     """Writes the gradients of q, k and v into `grads`, which are contiguous."""
@@ -233,7 +235,7 @@ def backward(
             )
 
 
-def constants(q: Tensor, k: Tensor, plan: Plan, tuning: Tuning, scale: float | None) -> dict[str, Any]:
+def constants(q: Tensor, k: Tensor, plan: AttentionPlan, tuning: Tuning, scale: float | None) -> dict[str, Any]:
     _, heads, size = q.shape
     return {
         "SCALE": 1 / math.sqrt(size) if scale is None else scale,
@@ -257,7 +259,7 @@ def _attention_forward(
     v,
     out,  # contiguous
     sums,  # [H, N]
-    tiles,  # Plan.forward
+    tiles,  # AttentionPlan.forward
     q_stride,
     k_stride,
     v_stride,
@@ -362,7 +364,7 @@ def _attention_query_gradients(
     sums,
     deltas,  # [H, N]: written here
     q_grad,
-    tiles,  # Plan.queries
+    tiles,  # AttentionPlan.queries
     q_stride,
     k_stride,
     v_stride,
@@ -465,7 +467,7 @@ def _attention_key_gradients(
     k_grad,
     v_grad,
     partial,  # [partial sums, K, 2, KEYS, d]
-    tiles,  # Plan.keys
+    tiles,  # AttentionPlan.keys
     positions,  # with WINDOW
     q_stride,
     k_stride,
@@ -576,7 +578,7 @@ def _attention_add_partial_sums(
     partial,
     k_grad,
     v_grad,
-    tiles,  # Plan.sums
+    tiles,  # AttentionPlan.sums
     kv_heads,
     SIZE: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
