@@ -20,7 +20,7 @@ from torch import Tensor
 
 from assay.models import attention, attention_kernels
 from assay.models.attention import PackedCausal
-from assay.models.attention_kernels import Tuning
+from assay.models.attention_kernels import TUNINGS, Tuning
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ CASES = {
     "group-16": Case(28, 4, 128, 128, 16, 256),
     "long": Case(16, 8, 128, 0, 1, 16384),
 }
-TABLES = {"forward": "FORWARD", "query_gradients": "QUERY_GRADIENTS", "key_gradients": "KEY_GRADIENTS"}
+FIELDS = {"forward": "forward", "query_gradients": "queries", "key_gradients": "keys"}  # of `Tunings`
 
 
 def kernel_times(work: Callable[[], object], repeats: int) -> dict[str, float]:
@@ -114,19 +114,20 @@ def report(name: str, label: str, times: dict[str, float]) -> None:
     print(f"{name:13} {label:44} {total:8.3f} ms {speed:6.0f} TFLOP/s  {parts}", flush=True)
 
 
-def try_tunings(name: str, table: str, tunings: list[Tuning], repeats: int) -> None:
+def try_tunings(name: str, kernel: str, tunings: list[Tuning], repeats: int) -> None:
     case = CASES[name]
-    known: dict[int, Tuning] = getattr(attention_kernels, TABLES[table])
-    size = max(attention_kernels.padded_size(case.size), min(known))
-    default = known[size]
+    size = max(attention_kernels.padded_size(case.size), min(TUNINGS))
+    default = TUNINGS[size]
     for tuning in tunings:
-        known[size] = tuning
-        label = f"{table} {','.join(map(str, tuning))}"
+        TUNINGS[size] = default._replace(**{FIELDS[kernel]: tuning})
+        attention_kernels.tunings_for.cache_clear()
+        label = f"{kernel} {','.join(map(str, tuning))}"
         try:
             report(name, label, kernel_times(with_kernels(case), repeats))
         except Exception as error:  # too large for the GPU: the others are still tried
             print(f"{name:13} {label:44} {type(error).__name__}: {str(error)[:100]}", flush=True)
-    known[size] = default
+    TUNINGS[size] = default
+    attention_kernels.tunings_for.cache_clear()
 
 
 def main() -> None:
@@ -136,8 +137,8 @@ def main() -> None:
     parser.add_argument("--cudnn", action="store_true", help="compute long segments by cuDNN, as training does")
     parser.add_argument("--programs", type=int, default=attention_kernels.PROGRAMS, help="for gradients of keys")
     parser.add_argument("--chunk", type=int, default=attention_kernels.CHUNK, help="least number of queries of these")
-    for table in TABLES:
-        parser.add_argument(f"--{table.replace('_', '-')}", nargs="*", default=[], metavar="QUERIES,KEYS,WARPS,STAGES")
+    for kernel in FIELDS:
+        parser.add_argument(f"--{kernel.replace('_', '-')}", nargs="*", default=[], metavar="QUERIES,KEYS,WARPS,STAGES")
     args = parser.parse_args()
     attention_kernels.PROGRAMS, attention_kernels.CHUNK = args.programs, args.chunk
     if not args.cudnn:
@@ -150,9 +151,9 @@ def main() -> None:
         first, second = work(), work()
         equal = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         print(f"{name:13} two backward passes are {'equal' if equal else 'NOT EQUAL'}", flush=True)
-        for table in TABLES:
-            tunings = [Tuning(*map(int, words.split(","))) for words in getattr(args, table)]
-            try_tunings(name, table, tunings, args.repeats)
+        for kernel in FIELDS:
+            tunings = [Tuning(*map(int, words.split(","))) for words in getattr(args, kernel)]
+            try_tunings(name, kernel, tunings, args.repeats)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import Tensor
 from assay.models.device import upload, uses_triton
 
 if TYPE_CHECKING:
-    from assay.models.attention_kernels import Plan
+    from assay.models.attention_kernels import AttentionPlan
 
 LONG = 4096  # tokens from which a segment is computed by cuDNN, where it is faster
 PADDED_SUM = 1e4
@@ -48,7 +48,7 @@ class PackedCausal:
         self.computed: Tensor | None = None  # indices, among all tokens, of the computed ones; None: all are computed
         self.restore: Tensor | None = None  # for each of all tokens, its index among the computed ones
         self.prefixes: Prefixes | None = None
-        self.plans: dict[tuple[int, int, int, bool], Plan] = {}
+        self.plans: dict[tuple[int, int, int, bool], AttentionPlan] = {}
         if any(shared):
             computed, restore = segments.computed()
             self.computed, self.restore = upload(computed, self.device), upload(restore, self.device)
@@ -63,12 +63,12 @@ class PackedCausal:
             rows = self.padded if self.prefixes is None else self.prefixes
             return rows.attend(q, k, v, window, scale)
         size, kv_heads = q.shape[2], k.shape[1]
-        # cuDNN's results depend on the order in which its thread blocks finish.
+        # cuDNN's gradients may differ in the last bits from call to call.
         with_cudnn = not window and not torch.are_deterministic_algorithms_enabled() and has_fast_cudnn(q.device, size)
         key = size, kv_heads, window, with_cudnn
         if key not in self.plans:
             lengths, prefixes, long = self.segments.lengths, self.segments.prefixes, LONG if with_cudnn else None
-            self.plans[key] = kernels.Plan.of(lengths, prefixes, self.positions, size, kv_heads, window, long)
+            self.plans[key] = kernels.AttentionPlan.of(lengths, prefixes, self.positions, size, kv_heads, window, long)
         q, k, v = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (q, k, v))
         return _PackedAttention.apply(q, k, v, self.plans[key], scale, self.long_spans if with_cudnn else [])
 
@@ -299,7 +299,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, spans: list[slice]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None, spans: list[slice]
     ) -> Tensor:
         from assay.models import attention_kernels
 

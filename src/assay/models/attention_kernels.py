@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +31,23 @@ class Tuning(NamedTuple):
     stages: int
 
 
-# By padded head size.
-FORWARD = {64: Tuning(64, 64, 4, 3), 128: Tuning(128, 64, 8, 3), 256: Tuning(64, 32, 4, 2)}
-QUERY_GRADIENTS = {64: Tuning(64, 64, 4, 3), 128: Tuning(128, 64, 8, 3), 256: Tuning(64, 32, 4, 2)}
-KEY_GRADIENTS = {64: Tuning(64, 64, 4, 3), 128: Tuning(64, 64, 4, 2), 256: Tuning(32, 64, 8, 2)}
+class Tunings(NamedTuple):
+    forward: Tuning
+    queries: Tuning  # for their gradients
+    keys: Tuning
+
+
+# By padded head size, measured on an H200 (but 256).
+TUNINGS = {
+    64: Tunings(Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 3), Tuning(64, 64, 4, 2)),
+    128: Tunings(Tuning(128, 64, 8, 3), Tuning(128, 64, 8, 3), Tuning(64, 64, 4, 2)),
+    256: Tunings(Tuning(64, 32, 4, 2), Tuning(128, 32, 8, 2), Tuning(32, 64, 8, 2)),
+}
+SMALL_TUNINGS = {  # for GPUs other than Hopper and Blackwell: at most 99 KiB of shared memory
+    64: Tunings(Tuning(64, 64, 4, 2), Tuning(64, 64, 4, 2), Tuning(32, 64, 4, 2)),
+    128: Tunings(Tuning(64, 32, 4, 2), Tuning(64, 32, 4, 2), Tuning(32, 64, 4, 2)),
+    256: Tunings(Tuning(32, 32, 4, 2), Tuning(32, 32, 4, 2), Tuning(16, 32, 8, 2)),
+}
 MAX_SIZE = 256  # of a head
 MIN_DOT = 16  # minimum size of a product on tensor cores
 PROGRAMS = 1024  # wanted number of programs for the gradients of keys: eight per multiprocessor of an H200
@@ -48,14 +62,18 @@ def padded_size(size: int) -> int:
     return max(triton.next_power_of_2(size), MIN_DOT)
 
 
-def tuned(table: dict[int, Tuning], size: int) -> Tuning:
+@cache
+def tunings_for(size: int, device: torch.device) -> Tunings:
+    is_small = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10)
+    table = SMALL_TUNINGS if is_small else TUNINGS
     return table[max(padded_size(size), min(table))]
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """The work of the kernels on packed segments: tables [rows, FIELDS] int32, each with the most work first."""
 
+    tunings: Tunings
     forward: Tensor  # tiles of queries: first, end, start of their segment, start and length of its prefix, seen tokens
     queries: Tensor  # the same for the gradients of queries, in tiles of another size
     keys: Tensor  # tiles of keys: first, end, first and end of the queries that see them, index of a partial sum or -1
@@ -75,21 +93,22 @@ class Plan:
         kv_heads: int,
         window: int = 0,
         long: int | None = None,
-    ) -> Plan:
+    ) -> AttentionPlan:
         """`lengths` of the segments; `prefixes`: for each the index of the segment that it follows, or -1.
 
         Those that follow a segment come right after it. `size`: of a head. Of segments of `long` tokens or more, what
         their tokens see of each other is computed elsewhere, before; not with a `window`.
         """
         segments = Segmentation.of(lengths, prefixes, long)
-        forward = segments.query_tiles(tuned(FORWARD, size).queries, window)
-        queries = segments.query_tiles(tuned(QUERY_GRADIENTS, size).queries, window)
-        keys, sums, partial_sums = segments.key_tiles(tuned(KEY_GRADIENTS, size).keys, window, kv_heads)
+        tunings = tunings_for(size, positions.device)
+        forward = segments.query_tiles(tunings.forward.queries, window)
+        queries = segments.query_tiles(tunings.queries.queries, window)
+        keys, sums, partial_sums = segments.key_tiles(tunings.keys.keys, window, kv_heads)
         tables = [forward, queries, keys, sums]
         rows = upload(torch.from_numpy(np.concatenate(tables)), positions.device)
         forward_rows, query_rows, key_rows, sum_rows = rows.split([len(table) for table in tables])
         begun = bool(segments.is_long.any())
-        return cls(forward_rows, query_rows, key_rows, sum_rows, partial_sums, positions, window, begun)
+        return cls(tunings, forward_rows, query_rows, key_rows, sum_rows, partial_sums, positions, window, begun)
 
 
 @dataclass(frozen=True)
@@ -165,14 +184,15 @@ def table(*fields: np.ndarray) -> np.ndarray:
     return rows
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, plan: Plan, scale: float | None = None) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, plan: AttentionPlan, scale: float | None = None
+) -> None:
     """Writes the result [N, H, d] and log-partition sums [H, N] float32, of all tokens in tiles of the plan."""
-    tokens, heads, size = q.shape
+    tokens, heads, _ = q.shape
     if len(plan.forward):
-        tuning = tuned(FORWARD, size)
         _attention_forward[(heads * len(plan.forward),)](
             *(q, k, v, out, sums, plan.forward, q.stride(0), k.stride(0), v.stride(0), tokens),
-            **constants(q, k, plan, tuning, scale),
+            **constants(q, k, plan, plan.tunings.forward, scale),
         )
 
 
@@ -184,7 +204,7 @@ def backward(
     out: Tensor,
     sums: Tensor,
     grads: tuple[Tensor, ...],
-    plan: Plan,
+    plan: AttentionPlan,
     scale: float | None = None,
 ) -> None:
     """Writes the gradients of q, k and v into `grads`, which are contiguous."""
@@ -193,13 +213,12 @@ def backward(
     deltas = torch.empty_like(sums)  # sum of result x gradient of each token and head
     strides = q.stride(0), k.stride(0), v.stride(0)
     if len(plan.queries):
-        tuning = tuned(QUERY_GRADIENTS, size)
         _attention_query_gradients[(heads * len(plan.queries),)](
             *(q, k, v, out, grad, sums, deltas, grads[0], plan.queries, *strides, tokens),
-            **constants(q, k, plan, tuning, scale),
+            **constants(q, k, plan, plan.tunings.queries, scale),
         )
     if len(plan.keys):
-        tuning = tuned(KEY_GRADIENTS, size)
+        tuning = plan.tunings.keys
         partial = q.new_empty((plan.partial_sums, kv_heads, 2, tuning.keys, size), dtype=torch.float32)
         more = constants(q, k, plan, tuning, scale)
         del more["CONTINUED"]
@@ -216,7 +235,7 @@ def backward(
             )
 
 
-def constants(q: Tensor, k: Tensor, plan: Plan, tuning: Tuning, scale: float | None) -> dict[str, Any]:
+def constants(q: Tensor, k: Tensor, plan: AttentionPlan, tuning: Tuning, scale: float | None) -> dict[str, Any]:
     _, heads, size = q.shape
     return {
         "SCALE": 1 / math.sqrt(size) if scale is None else scale,
@@ -240,7 +259,7 @@ def _attention_forward(
     v,
     out,  # contiguous
     sums,  # [H, N]
-    tiles,  # Plan.forward
+    tiles,  # AttentionPlan.forward
     q_stride,
     k_stride,
     v_stride,
@@ -345,7 +364,7 @@ def _attention_query_gradients(
     sums,
     deltas,  # [H, N]: written here
     q_grad,
-    tiles,  # Plan.queries
+    tiles,  # AttentionPlan.queries
     q_stride,
     k_stride,
     v_stride,
@@ -448,7 +467,7 @@ def _attention_key_gradients(
     k_grad,
     v_grad,
     partial,  # [partial sums, K, 2, KEYS, d]
-    tiles,  # Plan.keys
+    tiles,  # AttentionPlan.keys
     positions,  # with WINDOW
     q_stride,
     k_stride,
@@ -559,7 +578,7 @@ def _attention_add_partial_sums(
     partial,
     k_grad,
     v_grad,
-    tiles,  # Plan.sums
+    tiles,  # AttentionPlan.sums
     kv_heads,
     SIZE: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
