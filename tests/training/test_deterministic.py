@@ -78,7 +78,7 @@ def test_a_program_has_its_own_state_after_a_run_and_after_a_failed_one(small: S
         run = assay.train(small.config, callbacks=[lambda *_: within.append(state())], **settings)
         assert within == [(True, False, False, False, True)] * 2 and run.summary["deterministic"]
         assert state() == before
-        with pytest.raises(UserError, match="the callback .* failed"):
+        with pytest.raises(UserError, match=r"the callback .* failed"):
             assay.train(small.config, callbacks=[fail], **settings)
         assert state() == before
         with pytest.raises(UserError, match=r"sampling\.max_new_tokens"):  # while it is built
