@@ -21,6 +21,7 @@ from assay.bench.step import (
     step_row_id,
 )
 from assay.bench.workload import Workload
+from assay.models.device import is_deterministic
 from assay.rewards import JudgePool
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
@@ -166,3 +167,12 @@ def test_hash_rewards_differ_and_are_the_same_in_judge_workers() -> None:
         assert [verdict.reward for verdict in pool.judge([(text, "", {}) for text in texts])] == list(
             map(hash_reward, texts)
         )
+
+
+def test_a_deterministic_step_is_strict_and_leaves_torch_as_it_was() -> None:
+    options = StepOptions(device="cpu", dtype="float32", steps=1, set=("train.deterministic=true",))
+    with step_benchmark(TINY, options) as bench:
+        assert torch.are_deterministic_algorithms_enabled() and is_deterministic()
+        bench.step()
+    assert not torch.are_deterministic_algorithms_enabled() and not is_deterministic()
+    assert "-deterministic" in step_row_id("x", options)

@@ -54,6 +54,7 @@ ENDPOINT = "openai"  # the engine without weights
 PRESET_LENGTH = 512
 COMPILED = 100_000_000  # number of parameters from which compilation pays off within a few steps
 TOKEN_BUDGET, LEAST_TOKEN_BUDGET = 2**14, 2**9  # default of train.token_budget, and the least one chosen for a CPU
+WARM_UP_VARIANTS = 64  # of the code of a function, at most
 WARM_UP_TOKENS = 4096  # of the first call of compiled code, if it must be repeatable
 SMALL_ACTIVATIONS = 2**31  # bytes; a model that needs less per micro-batch is trained alike on all machines
 
@@ -189,7 +190,10 @@ def warm_up(policy: Decoder, dtype: torch.dtype) -> None:
         ([WARM_UP_TOKENS], None),
         ([quarter] * 4, [0, *[quarter // 2] * 3]),  # they begin alike
     ]
-    with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+    from torch._dynamo import config  # takes a second
+
+    computing = torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    with computing, config.patch(recompile_limit=WARM_UP_VARIANTS):
         for lengths, shared in layouts:
             policy.hidden(ids, lengths, shared).sum().backward()
             with torch.no_grad():

@@ -11,6 +11,7 @@ from engine_parts import small_spec
 from assay.engine.native import kv_cache
 from assay.engine.native.kv_cache import DEFAULT_FREE, GIB, MEMORY_FRACTION, Blocks, cache_blocks, new_cache
 from assay.engine.sequence import BLOCK_SIZE
+from assay.models.device import deterministic
 from assay.types import UserError
 
 A, B, C, D = ([token] * 4 for token in range(4))  # what blocks of four can hold
@@ -117,6 +118,18 @@ def test_cache_blocks_use_the_budget_and_do_not_exceed_it(blocks: int) -> None:
 def test_a_budget_below_one_block_is_an_error() -> None:
     with pytest.raises(UserError, match=rf"engine.kv_cache_gib = .* GiB .*less than one block .*{BLOCK} bytes"):
         cache_blocks(SPEC, 4, 96, CPU, torch.float32, (BLOCK - 1) / GIB)
+
+
+def test_a_deterministic_run_needs_a_budget_if_free_memory_would_limit_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free(monkeypatch, 4000 * BLOCK)
+    with deterministic(True, "cpu"):
+        assert cache_blocks(SPEC, 4, 96, CPU, torch.float32, 0.0) == 4 * 96 // BLOCK_SIZE
+        with pytest.raises(UserError, match=r"room for 1000 of the 6000 blocks .* set engine.kv_cache_gib") as refused:
+            cache_blocks(SPEC, 1000, 96, CPU, torch.float32, 0.0)
+        named = float(str(refused.value).partition("e.g. to ")[2].partition(",")[0])
+        assert 900 <= cache_blocks(SPEC, 1000, 96, CPU, torch.float32, named) <= 1000
 
 
 def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(

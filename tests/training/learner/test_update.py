@@ -20,6 +20,7 @@ from train_parts import SPEC, cramped, full_logprobs, gradients_of, make_groups,
 from assay.algos import Algorithm, Scorers, make_algorithm
 from assay.config import AlgoConfig, OptimConfig
 from assay.models.decoder import Decoder
+from assay.models.device import deterministic
 from assay.models.logprobs import LOGITS_AT_ONCE
 from assay.training.learner.optim import make_adamw, make_optimizer
 from assay.training.learner.pack import rows_of, with_step_inputs
@@ -322,6 +323,17 @@ def test_out_of_memory_halves_the_token_budget_and_keeps_the_result(error: type[
     assert float(sums.tokens) == float(expected.tokens)  # nothing before the failure is counted twice
     assert float(sums.losses["loss/total"]) == pytest.approx(float(expected.losses["loss/total"]), abs=1e-12)
     assert (weights_of(small.policy) - weights_of(large.policy)).abs().max() < 1e-12
+
+
+def test_out_of_memory_ends_a_deterministic_run() -> None:
+    rows = rows_of(credited(GRPO), GRPO)
+    longest, total = max(len(row.ids) for row in rows), sum(len(row.ids) for row in rows)
+    small = with_room(longest + 5, torch.OutOfMemoryError, token_budget=4096)
+    before = weights_of(small.policy)
+    wanted = rf"lower train.token_budget, now 4096, e.g. to {max(total // 2, longest)},"
+    with deterministic(True, "cpu"), pytest.raises(UserError, match=wanted):
+        small.step(rows, GRPO, 1e-2)
+    assert small.token_budget == 4096 and before.equal(weights_of(small.policy))
 
 
 def test_out_of_memory_in_scores_halves_the_token_budget() -> None:
