@@ -21,9 +21,8 @@ from small_run import SmallRuns
 from waiting import until
 
 from assay.integrations.ray import judges
-from assay.integrations.ray.cluster import connect
-from assay.integrations.ray.judges import ClusterPool
-from assay.integrations.ray.programs import hosted_program
+from assay.integrations.ray.cluster import connect, hosted_program
+from assay.integrations.ray.nodes import ClusterPool
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.functions import register_function
 from assay.rewards.judge import judged_fields

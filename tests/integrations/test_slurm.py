@@ -20,10 +20,11 @@ from waiting import until
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import ENGINE_NODES, LaunchedServers, plain_environment, read_object, write_object
+from assay.engine.remote.launch import ENGINE_NODES, LaunchedServers, plain_environment, read_object
 from assay.integrations import slurm
 from assay.integrations.slurm import PORTS, NodeProgram, device_shares, free_ports, register_servers
 from assay.models import build_preset
+from assay.system.program import write_object
 from assay.types import UserError
 
 SLEEP = [sys.executable, "-S", "-c", "import time; print('ready', flush=True); time.sleep(600)"]

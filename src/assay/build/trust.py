@@ -25,7 +25,7 @@ from pydantic_core import to_jsonable_python
 
 from assay.config import TrainConfig
 from assay.config.settings import Resource, keys, resource_of
-from assay.rewards import importing
+from assay.rewards import functions
 from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
 
@@ -51,12 +51,12 @@ class ForeignRun:
     def __init__(self, cfg: TrainConfig, folder: Path, typed: Mapping[str, Any], ask: Ask | None, allow: str) -> None:
         self.folder = folder
         self._cfg, self._typed, self._ask, self._allow = cfg, typed, ask, allow
-        code = {importing.normalized(text) for text in code_names(cfg)}
-        self._code = code - {importing.normalized(text) for _, text in leaves("", dict(typed))}
+        code = {functions.normalized(text) for text in code_names(cfg)}
+        self._code = code - {functions.normalized(text) for _, text in leaves("", dict(typed))}
 
     def check_import(self, path: str) -> None:
         """Raise unless the user consents to the import of this object."""
-        if importing.normalized(path) in self._code:
+        if functions.normalized(path) in self._code:
             self._confirm()
 
     def check_settings(self, used: Iterable[str] | None = None) -> None:
@@ -98,7 +98,7 @@ def guard_run(
         return None
     run = ForeignRun(cfg, folder, typed or {}, ask, allow)
     _unconfirmed.append(run)
-    importing.guard = check_import
+    functions.guard = check_import
     return run
 
 

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.engine.remote.launch import nodes_folder, read_object, write_object
-from assay.system.program import SupervisedProgram
+from assay.engine.remote.launch import nodes_folder, read_object
+from assay.system.program import SupervisedProgram, write_object
 
 POLL_S = 0.5  # between two looks for requests of the trainer
 PORTS = range(12000, 20000)  # below the ports of rendezvous, and below the ephemeral ports of the system

@@ -26,8 +26,8 @@ from assay.engine.remote.launch import (
     read_object,
     registered_servers,
     with_engine_nodes,
-    write_object,
 )
+from assay.system.program import write_object
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())

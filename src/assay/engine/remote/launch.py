@@ -43,7 +43,7 @@ from assay.engine.remote.transport import FolderTransport
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.system.openai_client import key_of, new_client, opened
-from assay.system.program import SupervisedProgram, free_port, last_error
+from assay.system.program import SupervisedProgram, free_port, last_error, write_object
 from assay.types import UserError, plural
 
 MAX_RESTARTS = 20  # of a server that fails again and again
@@ -122,14 +122,6 @@ def registered_servers(folder: Path, timeout_s: float, section: str) -> list[Nod
                 f"others are missing: see the logs of the engine nodes, or raise {section}.start_timeout_s"
             )
         time.sleep(NODES_POLL_S)
-
-
-def write_object(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file at once, readable by this user only: environments hold API keys."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(value, file)
-    partial.rename(path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from torch import Tensor
 from assay.engine.remote.launch import MAX_RESTARTS, LaunchedServers
 from assay.engine.remote.server_side import KEY
 from assay.engine.remote.transport import FolderTransport
-from assay.integrations.ray.cluster import connect, membership, ray_package
-from assay.integrations.ray.programs import hosted_program
+from assay.integrations.ray.cluster import connect, hosted_program, membership, ray_package
 from assay.types import UserError, describe_error, plural
 
 ANSWER_S = 3.0  # time limit of an actor's answer to a question
