@@ -27,9 +27,8 @@ from types import ModuleType
 from typing import Any, Generic, Self, TypeVar
 
 from assay.envs import Env
-from assay.envs.base import Info, Observation, Step, safe_reset, safe_step
+from assay.envs.base import EnvWrapper, Info, Observation, Step, safe_reset, safe_step
 from assay.integrations.ray.cluster import KEEP_SUPERVISORS, connect, membership, nodes, ray_package
-from assay.rewards import Judge
 from assay.system.awaiting import resolve
 from assay.system.sandbox import WorkerSettings, environment
 from assay.system.worker_pool import (
@@ -304,7 +303,6 @@ def reason(error: Exception) -> str:
 CLOSE_S = 10.0  # time limit
 THREADS = 8  # episodes that a node steps at the same time
 RETRY_S = 1.0  # after a loss: Ray notices lost nodes late
-ATTRIBUTES = ("name", "role", "inline", "stop", "max_steps", "max_return", "judged", "default_extract", "instruction")
 Start = tuple[int | None, dict[str, Any] | None]  # arguments of `reset`
 
 
@@ -422,28 +420,20 @@ class Nodes:
         warnings.warn(f"an actor with episodes is lost, and others repeat them ({reason(error)})", stacklevel=2)
 
 
-class ClusterEnv(Env):
+class ClusterEnv(EnvWrapper):
     """An environment whose episodes are played on the nodes. Problems and judges are those of `env`, in this process.
 
     `make` makes the same environment on a node. A lost node is noticed in `reset` and `step`, which wait for another.
     """
 
-    slow = True
-
     def __init__(self, env: Env, make: Callable[[], Any]) -> None:
-        self.env = env
-        for name in ATTRIBUTES:
-            setattr(self, name, getattr(env, name))
+        super().__init__(env)
+        self.slow = True
         self._nodes = Nodes(make)
         self._place: tuple[Node, int] | None = None
         self._start: Start = (None, None)
         self._actions: list[str] = []
         self._observations: list[Observation] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "env":  # not set yet, in copy.copy
-            raise AttributeError(name)
-        return getattr(self.env, name)
 
     def copy(self) -> Self:
         other = copy.copy(self)
@@ -481,12 +471,6 @@ class ClusterEnv(Env):
             raise UserError("its node was lost, and the environment answered differently when it was repeated")
         self._observations.append(seen[-1])
         return results[-1]
-
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        return self.env.prompts(split)
-
-    def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
-        return self.env.judge(extract, strict)
 
     def gold_completion(self, prompt: Prompt) -> str:
         return self.env.gold_completion(prompt)
