@@ -225,7 +225,7 @@ def test_an_interrupted_job_with_an_engine_node_trains_every_group_once(slurm: S
 
 
 def test_the_failure_of_all_engine_nodes_ends_the_job_and_the_run_can_go_on(slurm: Slurm, work: Path) -> None:
-    with held(slurm, work, "no-servers", *ASYNC) as (job, run):
+    with held(slurm, work, "no-servers", *ASYNC, "--server.recover_s", 10) as (job, run):
         (node,) = processes(job, "-m", "assay.integrations.slurm", "engine")
         os.kill(node, signal.SIGKILL)
         ended = end_of(slurm, job)

@@ -26,6 +26,7 @@ from pydantic_core import to_jsonable_python
 from assay.config import TrainConfig
 from assay.config.settings import Resource, keys, resource_of
 from assay.rewards import functions
+from assay.runs.files import user_folder
 from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
 
@@ -139,9 +140,7 @@ def is_trusted(cfg: TrainConfig) -> bool:
 
 
 def trust_file(cfg: TrainConfig, contents: bool) -> Path:
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    state = given if given.is_absolute() else Path.home() / ".local" / "state"
-    return state / "assay" / "trusted" / digest(cfg, contents)
+    return user_folder("XDG_STATE_HOME", ".local/state") / "trusted" / digest(cfg, contents)
 
 
 def digest(cfg: TrainConfig, contents: bool) -> str:
