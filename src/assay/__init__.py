@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from assay.config.sections import LoraConfig as LoraConfig
     from assay.envs import Env as Env
     from assay.rewards import Judge as Judge
+    from assay.runs.trackers import Callback as Callback
     from assay.tasks import Task as Task
-    from assay.training.callbacks import Callback as Callback
     from assay.training.sources import ReplayBuffer as ReplayBuffer
     from assay.types import Group as Group
     from assay.types import Prompt as Prompt
@@ -58,7 +58,7 @@ _MODULES = {  # of the exported names
     "assay.envs": ("Env",),
     "assay.rewards": ("Judge",),
     "assay.tasks": ("Task",),
-    "assay.training.callbacks": ("Callback",),
+    "assay.runs.trackers": ("Callback",),
     "assay.training.sources": ("ReplayBuffer",),
     "assay.types": ("Group", "Prompt", "Rollout", "Status", "UserError", "Verdict"),
 }

@@ -25,7 +25,7 @@ import assay
 from assay.api.arguments import SHORT, in_python_words, lora_settings, overrides_of, python_errors, task_settings
 from assay.api.session import console_warnings
 from assay.config import TrainConfig
-from assay.rewards import JudgePool, importing
+from assay.rewards import JudgePool, functions
 from assay.rewards.functions import FunctionJudge
 from assay.runs.console import Console
 from assay.tasks import make_task
@@ -342,7 +342,7 @@ def test_callbacks_follow_a_run_and_may_stop_it(small: dict[str, Any], monkeypat
     start = [("evaluation", 0), ("checkpoint", 0), ("step", 1), ("step", 2)]
     assert recorded.calls == [*start, ("checkpoint", 2), ("stop", -1)] and steps == [1, 2]
     assert run.state == "stopped" and not run.summary
-    monkeypatch.setattr(importing, "_objects", {})  # as in another process
+    monkeypatch.setattr(functions, "_objects", {})  # as in another process
     again: dict[str, Any] = {"resume": "followed", "runs_dir": small["runs_dir"], "quiet": True}
     with pytest.raises(UserError, match=r"pass it again \(reward"):
         assay.train(**again)

@@ -14,9 +14,9 @@ from permissions import public_folder, without_permission
 from small_run import SmallRuns
 
 from assay.build import run as run_module
-from assay.build.execute import is_lost_peer
+from assay.build.cost import GIB, disk_warning, try_algorithm
 from assay.build.measure import measure_settings
-from assay.build.preflight import GIB, disk_warning, try_algorithm
+from assay.build.run import is_lost_peer
 from assay.cli.main import main
 from assay.config import TrainConfig
 from assay.runs.directory import check_writable

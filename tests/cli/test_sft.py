@@ -8,7 +8,7 @@ import pytest
 from small_run import SmallRuns
 
 from assay.cli.main import main
-from assay.runs.curves import draw_curves
+from assay.runs.metrics import draw_curves
 from assay.training import run
 
 STEPS = 40

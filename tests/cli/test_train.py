@@ -18,8 +18,8 @@ from assay.cli.train import explain_sampling
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
-from assay.runs.curves import draw_curves
 from assay.runs.directory import RunFiles
+from assay.runs.metrics import draw_curves
 from assay.text import char_tokenizer
 from assay.training import run as train_run
 from assay.training.sources import OnPolicySource

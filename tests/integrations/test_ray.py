@@ -1,4 +1,4 @@
-"""What `cluster`, `learners`, `programs` and `servers` of the Ray integration do without Ray (see tests/ray)."""
+"""What `cluster`, `learners` and `servers` of the Ray integration do without Ray (see tests/ray)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from assay.build.run import new_run
 from assay.checks.settings import check_settings
 from assay.config import ClusterConfig, TrainConfig
 from assay.config.settings import load_settings, parse_overrides
-from assay.integrations.ray import cluster, judges, learners, programs, servers
+from assay.integrations.ray import cluster, learners, nodes, servers
 from assay.runs.console import make_console
 from assay.system.program import free_port
 from assay.types import UserError
@@ -144,8 +144,8 @@ def test_an_actor_that_cannot_be_created_is_an_error_of_the_installation() -> No
 
 
 def test_a_hosted_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "logs_folder", lambda: tmp_path)
-    hosted = programs.HostedProgram("run-server-0")
+    monkeypatch.setattr(cluster, "logs_folder", lambda: tmp_path)
+    hosted = cluster.HostedProgram("run-server-0")
     key_file = tmp_path / "new" / "key.yaml"
     code = "import os, time; print(os.environ['KEY'], os.environ['MORE'], flush=True); time.sleep(60)"
     key = hosted.start([sys.executable, "-c", code], {"MORE": "more"}, key="KEY", key_file=str(key_file))
@@ -161,8 +161,8 @@ def test_a_hosted_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_files_are_written_where_a_node_lacks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "logs_folder", lambda: tmp_path)
-    hosted, folder = programs.HostedProgram("one"), tmp_path / "model"
+    monkeypatch.setattr(cluster, "logs_folder", lambda: tmp_path)
+    hosted, folder = cluster.HostedProgram("one"), tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "part").mkdir()
@@ -178,11 +178,11 @@ def test_files_are_written_where_a_node_lacks_them(tmp_path: Path, monkeypatch: 
 
 
 def test_a_batch_goes_to_the_least_loaded_actor_unless_all_have_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = judges.ClusterPool.__new__(judges.ClusterPool)
+    pool = nodes.ClusterPool.__new__(nodes.ClusterPool)
     pool._changed = threading.Condition()
     monkeypatch.setattr(pool, "_find_actors", lambda: None)
-    loads = {"a": (True, 1, 1), "b": (True, 0, 9), "full": (True, judges.IN_FLIGHT, 0), "starting": (False, 0, 0)}
-    pool._actors = {name: judges._JudgeActor(name, "", None, None, False, *load) for name, load in loads.items()}
+    loads = {"a": (True, 1, 1), "b": (True, 0, 9), "full": (True, nodes.IN_FLIGHT, 0), "starting": (False, 0, 0)}
+    pool._actors = {name: nodes._JudgeActor(name, "", None, None, False, *load) for name, load in loads.items()}
     chosen = [pool._reserve(wait=False) for _ in range(4)]
     assert [actor and actor.node for actor in chosen] == ["b", "a", "b", None]
 

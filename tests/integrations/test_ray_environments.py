@@ -15,8 +15,8 @@ from small_run import SmallRuns
 
 from assay.build.problems import build_problems
 from assay.config import EnvConfig, TaskConfig
-from assay.integrations.ray import environments
-from assay.integrations.ray.environments import ClusterEnv
+from assay.integrations.ray import nodes as module
+from assay.integrations.ray.nodes import ClusterEnv
 from assay.system.awaiting import resolve, together
 from assay.types import Status, UserError
 
@@ -50,7 +50,7 @@ def fails():
 
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(environments, "REFRESH_S", 0.2)
+    monkeypatch.setattr(module, "REFRESH_S", 0.2)
     path = tmp_path / "mine.py"
     path.write_text(CODE)
     return path

@@ -20,10 +20,9 @@ from ray_nodes import KEY, SECRET, Nodes
 from small_run import SmallRuns
 from waiting import until
 
-from assay.integrations.ray import judges
-from assay.integrations.ray.cluster import connect
-from assay.integrations.ray.judges import ClusterPool
-from assay.integrations.ray.programs import hosted_program
+from assay.integrations.ray import nodes as module
+from assay.integrations.ray.cluster import connect, hosted_program
+from assay.integrations.ray.nodes import ClusterPool
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.functions import register_function
 from assay.rewards.judge import judged_fields
@@ -77,7 +76,7 @@ def small_runs(tmp_path: Path) -> SmallRuns:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judges, "REFRESH_S", 0.2)
+    monkeypatch.setattr(module, "REFRESH_S", 0.2)
 
 
 def test_files_reach_a_node_through_the_object_store(nodes: Nodes, tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ def test_lost_actors_and_nodes_cost_retries_and_no_answers(nodes: Nodes, file: P
     lost = [str(w.message) for w in caught if "judge actor is lost" in str(w.message)]
     assert len(lost) == 2, lost
     again = Counter(lines()) - Counter(map(str, range(1, 1201)))
-    assert 0 < again.total() - 3 <= 2 * judges.IN_FLIGHT * 100  # of batches that were in flight, and "0" three times
+    assert 0 < again.total() - 3 <= 2 * module.IN_FLIGHT * 100  # of batches that were in flight, and "0" three times
 
 
 def test_nodes_that_join_later_judge_and_the_load_is_spread(nodes: Nodes, file: Path) -> None:
@@ -217,7 +216,7 @@ def test_nodes_that_join_later_judge_and_the_load_is_spread(nodes: Nodes, file: 
             until(lambda: len({v.parsed for v in pool.judge([("", "", {})] * 40)}) == 3)
         finally:
             nodes.cluster.remove_node(joined)
-    until(lambda: len(judges.nodes()) == 3)
+    until(lambda: len(module.nodes()) == 3)
 
 
 def test_back_pressure_bounds_the_batches_of_every_node(
@@ -242,7 +241,7 @@ def test_back_pressure_bounds_the_batches_of_every_node(
         for thread in threads:
             thread.join()
         assert [actor.in_flight for actor in inner._actors.values()] == [0, 0]
-    assert max(seen) == judges.IN_FLIGHT
+    assert max(seen) == module.IN_FLIGHT
     assert [[v.parsed for v in verdicts] for verdicts in judged] == [[str(i) for i in range(200)]] * 4
 
 
@@ -288,7 +287,7 @@ def joins(nodes: Nodes, tmp_path: Path) -> Iterator[Callable[..., None]]:
     yield join
     for node in added:
         nodes.cluster.remove_node(node)
-    until(lambda: len(judges.nodes()) == 3)
+    until(lambda: len(module.nodes()) == 3)
 
 
 BAD_NODES = [
@@ -334,8 +333,8 @@ def test_without_nodes_there_is_one_error_after_the_limit(
     pool, inner = on_nodes(FunctionJudge(f"{file}:reward"))
     with pool:
         pool.judge([("a", "", {})])
-        monkeypatch.setattr(judges, "nodes", lambda: [])
-        monkeypatch.setattr(judges, "NODE_LIMIT_S", 1.0)
+        monkeypatch.setattr(module, "nodes", lambda: [])
+        monkeypatch.setattr(module, "NODE_LIMIT_S", 1.0)
         with pytest.warns(UserWarning, match="judge actor is lost"):
             for pid in pids(inner):
                 os.kill(pid, signal.SIGKILL)
@@ -350,7 +349,7 @@ def test_without_nodes_there_is_one_error_after_the_limit(
 def test_answers_whose_actors_are_lost_again_and_again_get_status_error(
     nodes: Nodes, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judges, "MAX_LOSSES", 2)
+    monkeypatch.setattr(module, "MAX_LOSSES", 2)
     pool, inner = on_nodes(FunctionJudge(f"{file}:reward"), timeout_s=50)
 
     def faults() -> None:

@@ -20,10 +20,11 @@ from waiting import until
 
 from assay.config import ServerConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import ENGINE_NODES, LaunchedServers, plain_environment, read_object, write_object
+from assay.engine.remote.launch import ENGINE_NODES, LaunchedServers, plain_environment, read_object
 from assay.integrations import slurm
-from assay.integrations.slurm import PORTS, EngineNode, device_shares, free_ports
+from assay.integrations.slurm import PORTS, NodeProgram, device_shares, free_ports, register_servers
 from assay.models import build_preset
+from assay.system.program import write_object
 from assay.types import UserError
 
 SLEEP = [sys.executable, "-S", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
@@ -38,14 +39,15 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 
 
 @contextmanager
-def node_with(folder: Path, *commands: list[str], gpus: int = 0) -> Iterator[EngineNode]:
-    node = EngineNode(folder, 0, ["127.0.0.1"], len(commands), gpus, str(folder / "job"))
+def node_with(folder: Path, *commands: list[str], gpus: int = 0) -> Iterator[list[NodeProgram]]:
+    node = register_servers(folder, 0, ["127.0.0.1"], len(commands), gpus, str(folder / "job"))
     for index, command in enumerate(commands):
         ask(folder, index, command, 1)
     try:
         yield node
     finally:
-        node.close()
+        for program in node:
+            program.close()
 
 
 def ask(folder: Path, index: int, command: list[str], starts: int) -> None:
@@ -53,27 +55,35 @@ def ask(folder: Path, index: int, command: list[str], starts: int) -> None:
     write_object(folder / f"start-0-{index}.json", request)
 
 
-def check_until(node: EngineNode, true: Callable[[], bool]) -> None:
-    until(lambda: (node.check(), true())[1])
+def check_until(node: list[NodeProgram], true: Callable[[], bool]) -> None:
+    def checked() -> bool:
+        for program in node:
+            program.check()
+        return true()
+
+    until(checked)
 
 
 def state(folder: Path, index: int = 0) -> dict[str, Any]:
-    return read_object(folder / f"state-0-{index}.json")
+    registered = read_object(folder / f"server-0-{index}.json")
+    return {name: registered[name] for name in ("starts", "ended")}
 
 
 def test_a_server_is_started_as_often_as_the_trainer_asks(tmp_path: Path) -> None:
     with node_with(tmp_path, SLEEP, SLEEP) as node:
-        node.check()
-        first, second = (program.program for program in node.programs)
+        check_until(node, lambda: True)
+        first, second = (program.program for program in node)
         assert first and second and [state(tmp_path, k) for k in range(2)] == [{"starts": 1, "ended": ""}] * 2
+        pids = {first.pid, second.pid}
         os.kill(first.pid, signal.SIGKILL)
         check_until(node, lambda: state(tmp_path)["ended"] == "killed by SIGKILL")
-        node.check()
-        assert node.programs[0].program is None
+        check_until(node, lambda: True)
+        assert first.ended and state(tmp_path)["starts"] == 1
         for index in range(2):  # the second one is killed first
             ask(tmp_path, index, SLEEP, 2)
         check_until(node, lambda: all(state(tmp_path, k) == {"starts": 2, "ended": ""} for k in range(2)))
-        assert second.ended and all(program.program is not None for program in node.programs)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert first.ended is second.ended is None and len({first.pid, second.pid} | pids) == 4
 
 
 def test_servers_get_the_environment_of_the_node_and_equal_shares_of_its_gpus(
@@ -91,7 +101,7 @@ def test_servers_get_the_environment_of_the_node_and_equal_shares_of_its_gpus(
     ]
     monkeypatch.setenv("OWN", "too")
     with node_with(tmp_path, show, show, gpus=2) as node:
-        logs = [program.log for program in node.programs]
+        logs = [Path(program.registration["log"]) for program in node]
         check_until(node, lambda: all(log.exists() and log.read_text().strip() for log in logs))
     assert [log.read_text().split()[:3] for log in logs] == [["yes", "too", "0"], ["yes", "too", "1"]]
 
@@ -140,28 +150,29 @@ class EchoServers(LaunchedServers):
 
 
 @contextmanager
-def trainer_and_nodes(folder: Path, code: str = SERVER) -> Iterator[tuple[EchoServers, list[EngineNode]]]:
+def trainer_and_nodes(folder: Path, code: str = SERVER) -> Iterator[tuple[EchoServers, list[NodeProgram]]]:
     """The trainer's side in this thread, and two nodes with two servers each in another one."""
-    nodes = [EngineNode(folder, node, ["127.0.0.1"] * 2, 2, 0, str(folder / "job")) for node in range(2)]
+    hosts, logs = ["127.0.0.1"] * 2, str(folder / "job")
+    programs = [program for node in range(2) for program in register_servers(folder, node, hosts, 2, 0, logs)]
     ended = threading.Event()
 
     def serve() -> None:
         while not ended.wait(0.05):
-            for node in nodes:
-                node.check()
+            for program in programs:
+                program.check()
 
     thread = threading.Thread(target=serve)
     thread.start()
     launched = EchoServers(ServerConfig(start_timeout_s=60), EngineOptions(device="cpu", dtype=torch.float32))
     launched.code = code
     try:
-        yield launched, nodes
+        yield launched, programs
     finally:
         launched.close()
         ended.set()
         thread.join()
-        for node in nodes:
-            node.close()
+        for program in programs:
+            program.close()
 
 
 def start(launched: EchoServers) -> list[str]:
@@ -171,17 +182,17 @@ def start(launched: EchoServers) -> list[str]:
 
 def test_an_engine_starts_its_servers_on_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENGINE_NODES, str(tmp_path))
-    with trainer_and_nodes(tmp_path) as (launched, nodes):
+    with trainer_and_nodes(tmp_path) as (launched, programs):
         urls = start(launched)
         assert len(set(urls)) == 4
         assert launched.model_folder == tmp_path / "model" and (launched.model_folder / "config.json").exists()
-        program = nodes[1].programs[0].program
+        program = programs[2].program
         assert program is not None
         os.kill(program.pid, signal.SIGKILL)
         until(lambda: "killed by SIGKILL" in launched.death(urls[2]))
         launched.restart(urls[2])
         launched._wait(urls[2])
-    assert tmp_path.exists() and all(program.program is None for node in nodes for program in node.programs)
+    assert tmp_path.exists() and all(program.program and program.program.ended for program in programs)
 
 
 def test_a_server_that_does_not_start_on_its_node_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

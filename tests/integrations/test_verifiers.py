@@ -14,7 +14,7 @@ import pytest
 from assay.cli.main import main
 from assay.envs import make_env
 from assay.envs.base import Env, safe_step
-from assay.rewards import importing
+from assay.rewards import functions
 from assay.system.awaiting import resolve, together
 from assay.tasks import make_task
 from assay.testing.env import check_env
@@ -31,7 +31,7 @@ def test_settings_of_a_run_cannot_load_an_environment_without_consent(monkeypatc
     def refuse(path: str) -> None:
         raise UserError(f"no consent to {path}")
 
-    monkeypatch.setattr(importing, "guard", refuse)
+    monkeypatch.setattr(functions, "guard", refuse)
     with pytest.raises(UserError, match="no consent to verifiers:wordle"):
         make_env("verifiers:wordle")
 

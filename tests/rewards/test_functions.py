@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from assay.rewards import FunctionJudge, JudgePool, RewardMix
-from assay.rewards.functions import NOT_APPLICABLE
-from assay.rewards.importing import load_object
+from assay.rewards.functions import NOT_APPLICABLE, load_object
 from assay.system import worker_pool
 from assay.types import Prompt, Status, UserError, Verdict
 

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.image import imread
 
 from assay.runs import Run
-from assay.runs.curves import _along, _legend_of, _lines, _points, _smooth, draw_curves, shown_panels
 from assay.runs.directory import read_metrics
+from assay.runs.metrics import _along, _legend_of, _lines, _points, _smooth, draw_curves, shown_panels
 
 
 def test_curves_of_a_full_run(tmp_path: Path) -> None:

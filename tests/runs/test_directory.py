@@ -228,7 +228,7 @@ def test_one_writer_at_a_time_and_the_lock_is_released_on_death(tmp_path: Path) 
 
 
 def test_reading_runs_and_the_api_need_neither_torch_nor_matplotlib_until_they_are_used() -> None:
-    modules = "assay.runs, assay.runs.console, assay.runs.curves, assay.cli.runs, assay.cli.export, assay.api.session"
+    modules = "assay.runs, assay.runs.console, assay.runs.metrics, assay.cli.runs, assay.cli.export, assay.api.session"
     script = f"import sys, {modules}; assert not {{'torch', 'matplotlib', 'wandb'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 

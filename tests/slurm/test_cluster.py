@@ -225,7 +225,7 @@ def test_an_interrupted_job_with_an_engine_node_trains_every_group_once(slurm: S
 
 
 def test_the_failure_of_all_engine_nodes_ends_the_job_and_the_run_can_go_on(slurm: Slurm, work: Path) -> None:
-    with held(slurm, work, "no-servers", *ASYNC) as (job, run):
+    with held(slurm, work, "no-servers", *ASYNC, "--server.recover_s", 10) as (job, run):
         (node,) = processes(job, "-m", "assay.integrations.slurm", "engine")
         os.kill(node, signal.SIGKILL)
         ended = end_of(slurm, job)
@@ -244,8 +244,10 @@ def test_a_cancelled_job_with_an_engine_node_leaves_no_process(slurm: Slurm, wor
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
 
 
-def test_the_slurm_command_of_dr_grpo_trains_the_recipe(slurm: Slurm, tmp_path: Path) -> None:
-    workflow = Workflow("dr_grpo", tmp_path)
+def test_the_slurm_command_of_dr_grpo_trains_the_recipe(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workflow = Workflow(tmp_path, monkeypatch, capsys, "dr_grpo")
     workflow.model("Qwen/Qwen2.5-3B-Instruct")
     prepare, command = (workflow.line(text) for text in ("assay data prepare", "assay slurm"))
     command = re.sub(r"--gpus-per-node \d+", f"--gpus-per-node 0 --procs-per-node {PROCESSES}", command)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import SmallRuns, mostly_slow
 
-from assay.build import preflight
+from assay.build import cost
 from assay.cli.main import main
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
@@ -45,7 +45,7 @@ def loss(logprobs, behaviour, advantages, low, high):
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRuns:
     """Its losses are not tried before the run, which counts their calls."""
-    monkeypatch.setattr(preflight, "has_own_code", lambda cfg: False)
+    monkeypatch.setattr(cost, "has_own_code", lambda cfg: False)
     small = SmallRuns(tmp_path)
     (tmp_path / "loss.py").write_text(LOSS)
     return small

@@ -21,9 +21,9 @@ from assay.config.settings import load_settings
 from assay.models import Decoder, PolicyModel, load_model
 from assay.runs import checkpoints
 from assay.runs.console import Console
+from assay.runs.trackers import Callback, as_callback, notify
 from assay.text import char_tokenizer
 from assay.training import run as train_run
-from assay.training.callbacks import Callback, as_callback, notify
 from assay.training.checkpoint import load_optimizer, read_state, save
 from assay.training.learner.optim import make_adamw, make_optimizer
 from assay.training.learner.update import Updater

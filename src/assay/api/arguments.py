@@ -1,7 +1,7 @@
 """Python arguments -> dotted settings, for `assay.config.settings.load_settings`.
 
 Objects of the program (functions, classes, rows) get a name with which settings can refer to them: code is registered
-under a path (`assay.rewards.importing`), data and models are written to files in the folder of the runs.
+under a path (`assay.rewards.functions`), data and models are written to files in the folder of the runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pydantic import BaseModel
 
 from assay.config.sections import LoraConfig
 from assay.config.settings import PYTHON, Resource, keys, load_settings, resource_of, section_at
-from assay.rewards.functions import register_function
-from assay.rewards.importing import OBJECT
+from assay.rewards.functions import OBJECT, register_function
 from assay.runs.files import atomic_write, make_folder, rename, sync_tree
 from assay.tasks import Task
 from assay.tasks.sources import SPLIT_STEMS, prepared_row, read_rows

@@ -36,7 +36,7 @@ from assay.api.notebook import new_console
 from assay.build.trust import guard_run
 from assay.config import RewardConfig, TrainConfig
 from assay.envs.base import StepLimit
-from assay.rewards import importing
+from assay.rewards import functions
 from assay.rewards.functions import judge_at, register_function
 from assay.rewards.pool import serialized
 from assay.runs import checkpoints
@@ -44,12 +44,12 @@ from assay.runs.console import Console, asker, is_distributed
 from assay.runs.directory import as_name
 from assay.runs.files import read_json
 from assay.runs.resolve import check_fixed, find_run, is_complete, run_settings
+from assay.runs.trackers import as_callback
 from assay.tasks.base import is_message
-from assay.training.callbacks import as_callback
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
 
 if TYPE_CHECKING:  # torch is imported when a run is built
-    from assay.training.callbacks import Hook
+    from assay.runs.trackers import Hook
     from assay.training.run import TrainingRun
     from assay.training.sources import ReplayBuffer
 
@@ -150,7 +150,7 @@ class Session:
 
     @contextmanager
     def _lifetime(self) -> Iterator[None]:
-        from assay.build.execute import carried_out, check_updates
+        from assay.build.run import carried_out, check_updates
 
         training, console = self.training, self._console
         with self._held, console_warnings(console), carried_out(training, console, resume_call):
@@ -412,7 +412,7 @@ def start_run(
 
 def isolate_judge(cfg: RewardConfig, overrides: Mapping[str, Any], console: Console) -> None:
     """Judge in this process if a reward function cannot be sent to another one, unless the user asked for workers."""
-    for path in filter(importing.registered, [cfg.function, *cfg.functions]):
+    for path in filter(functions.registered, [cfg.function, *cfg.functions]):
         try:
             serialized(judge_at(path))
         except UserError as error:
@@ -432,7 +432,7 @@ def resumed(
     name: str, runs_dir: Path, overrides: dict[str, Any], console: Console, trust: bool
 ) -> Iterator[TrainingRun]:
     """A run from its last checkpoint, with its settings and those that are given again or may be changed."""
-    from assay.build.execute import reopened
+    from assay.build.run import reopened
 
     path = find_run(name, runs_dir)
     before = run_settings(path)
@@ -459,17 +459,17 @@ def check_objects(before: TrainConfig, after: TrainConfig, run: str) -> None:
     saved, given = (dict(objects_in(cfg.model_dump())) for cfg in (before, after))
     for key, path in saved.items():
         now, name = given.get(key), path.rpartition(":")[2]
-        if now is not None and now != path and importing.registered(now) is not None:
+        if now is not None and now != path and functions.registered(now) is not None:
             raise UserError(
                 f"{key}: {name} differs from what run {run} was started with: pass it unchanged, or start a new run"
             )
-        if importing.registered(path) is None:
+        if functions.registered(path) is None:
             raise UserError(f"run {run} uses {name} of the program that started it: pass it again ({key})")
 
 
 def objects_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Paths of objects of a program in settings, by dotted key."""
-    if isinstance(settings, str) and settings.startswith(importing.OBJECT):
+    if isinstance(settings, str) and settings.startswith(functions.OBJECT):
         yield key, settings
     elif isinstance(settings, Mapping | list):
         pairs = settings.items() if isinstance(settings, Mapping) else enumerate(settings)

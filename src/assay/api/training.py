@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch is imported when a run is built
     from assay.api.evaluation import Evaluation
     from assay.api.inspection import Findings
     from assay.api.models import Generation, LoadedModel, Question
-    from assay.training.callbacks import Hook
+    from assay.runs.trackers import Hook
 
 
 def train(
@@ -101,7 +101,7 @@ def sft(
 @python_errors()
 def _run(config: str | Path | None, **arguments: Any) -> SavedRun:
     training, console, held = open_training(config, **arguments)
-    from assay.build.execute import carried_out, check_updates
+    from assay.build.run import carried_out, check_updates
     from assay.models.device import release_memory
     from assay.training.loop import train as run_loop
 
@@ -185,7 +185,7 @@ class SavedRun:
 
     def plot(self) -> Picture:
         """Draw the curves of the run, in curves.png; a notebook shows them."""
-        from assay.runs.curves import draw_curves
+        from assay.runs.metrics import draw_curves
 
         path = draw_curves(self.path)
         if path is None:

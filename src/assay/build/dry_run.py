@@ -32,12 +32,12 @@ from assay.build.cost import (
     kv_bytes,
     memory_by_purpose,
     model_memory,
+    model_spec,
     predict,
     quantized_bytes,
     update_bytes,
 )
 from assay.build.models import model_source
-from assay.build.preflight import model_spec
 from assay.build.problems import READ, build_algorithm, build_problems, take
 from assay.build.run import assemble, evaluation_prompts, has_rl_steps
 from assay.checks import Diagnosis

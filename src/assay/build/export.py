@@ -173,12 +173,9 @@ def load(source: str, report: LoadReport) -> tuple[PolicyModel, Tokenizer, Path 
     from assay.text import load_tokenizer
 
     model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, report=report)
-    return model, load_tokenizer(source), checkpoint_of(Path(source))
-
-
-def checkpoint_of(model: Path) -> Path | None:
-    folder = model.absolute().parent
-    return folder if checkpoints.is_complete(folder) and is_run(folder.parent.parent) else None
+    folder = Path(source).absolute().parent
+    is_checkpoint = checkpoints.is_complete(folder) and is_run(folder.parent.parent)
+    return model, load_tokenizer(source), folder if is_checkpoint else None
 
 
 def check_public_base(source: str) -> None:

@@ -36,7 +36,7 @@ from assay.models import Decoder, ModelSpec, PolicyModel, build_preset, load_mod
 from assay.models.base import LoadReport
 from assay.models.device import describe_threads, free_memory, is_deterministic, set_threads, uses_triton
 from assay.models.load import check_model_folder, empty_model, has_weights
-from assay.rewards.importing import load_object
+from assay.rewards.functions import load_object
 from assay.rollout import Collector, Limits
 from assay.rollout.episodes import check_history
 from assay.runs.console import Console, count

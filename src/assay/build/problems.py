@@ -11,7 +11,7 @@ from typing import Any
 from assay.algos import Algorithm, make_algorithm
 from assay.config import EnvConfig, TaskConfig, TrainConfig
 from assay.envs import Env, TaskEnv, make_env
-from assay.rewards.importing import load_object, normalized
+from assay.rewards.functions import load_object, normalized
 from assay.runs.console import Console
 from assay.tasks import Task, make_task
 from assay.tasks.base import UNLIMITED, FilteredPrompts, LazyPrompts, take_in_time
@@ -40,7 +40,7 @@ def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
         made.defer_judging = True
     if env.pool == "local":
         return made
-    on_nodes = pkgutil.resolve_name("assay.integrations.ray.environments:ClusterEnv")  # its package is optional
+    on_nodes = pkgutil.resolve_name("assay.integrations.ray.nodes:ClusterEnv")  # its package is optional
     return on_nodes(made, partial(build_problems, task, env.model_copy(update={"pool": "local"})))
 
 

@@ -25,7 +25,8 @@ from pydantic_core import to_jsonable_python
 
 from assay.config import TrainConfig
 from assay.config.settings import Resource, keys, resource_of
-from assay.rewards import importing
+from assay.rewards import functions
+from assay.runs.files import user_folder
 from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
 
@@ -51,12 +52,12 @@ class ForeignRun:
     def __init__(self, cfg: TrainConfig, folder: Path, typed: Mapping[str, Any], ask: Ask | None, allow: str) -> None:
         self.folder = folder
         self._cfg, self._typed, self._ask, self._allow = cfg, typed, ask, allow
-        code = {importing.normalized(text) for text in code_names(cfg)}
-        self._code = code - {importing.normalized(text) for _, text in leaves("", dict(typed))}
+        code = {functions.normalized(text) for text in code_names(cfg)}
+        self._code = code - {functions.normalized(text) for _, text in leaves("", dict(typed))}
 
     def check_import(self, path: str) -> None:
         """Raise unless the user consents to the import of this object."""
-        if importing.normalized(path) in self._code:
+        if functions.normalized(path) in self._code:
             self._confirm()
 
     def check_settings(self, used: Iterable[str] | None = None) -> None:
@@ -98,7 +99,7 @@ def guard_run(
         return None
     run = ForeignRun(cfg, folder, typed or {}, ask, allow)
     _unconfirmed.append(run)
-    importing.guard = check_import
+    functions.guard = check_import
     return run
 
 
@@ -139,9 +140,7 @@ def is_trusted(cfg: TrainConfig) -> bool:
 
 
 def trust_file(cfg: TrainConfig, contents: bool) -> Path:
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    state = given if given.is_absolute() else Path.home() / ".local" / "state"
-    return state / "assay" / "trusted" / digest(cfg, contents)
+    return user_folder("XDG_STATE_HOME", ".local/state") / "trusted" / digest(cfg, contents)
 
 
 def digest(cfg: TrainConfig, contents: bool) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from assay.checks.causes import (
 )
 from assay.runs.console import finite
 from assay.runs.directory import Run, RunFiles, setting
-from assay.runs.files import make_folder, read_json, write_json
+from assay.runs.files import make_folder, read_json, user_folder, write_json
 from assay.runs.rollouts import rollout_path, rollout_steps
 from assay.types import Status, describe_error, excerpt
 
@@ -247,12 +246,11 @@ def cache_file(path: Path, config: Mapping[str, Any]) -> Path | None:
         return None
     work = {key: setting(config, key) or None for key in WORK}  # files leave empty values out
     text = json.dumps([machine, setting(last, "threads"), work], sort_keys=True, default=str)
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        cache = given if given.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # no home directory
+        cache = user_folder("XDG_CACHE_HOME", ".cache")
+    except RuntimeError:
         return None
-    return cache / "assay" / "speed" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return cache / "speed" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 # All rules

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from assay.bench.workload import SHAPES
+from assay.build.cost import model_spec
 from assay.build.plan import GPUS, MEASURED_ON, Cluster, Layout, StepWork, assumptions, layouts, steps_of, sync_seconds
-from assay.build.preflight import model_spec
 from assay.build.simulate import drawn_lengths, simulate
 from assay.cli.runs import add_runs_dir
 from assay.config import TrainConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from assay.runs.console import Console, one_line
-from assay.runs.curves import draw_comparison, draw_curves
 from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
 from assay.runs.files import print_json
+from assay.runs.metrics import draw_comparison, draw_curves
 from assay.runs.resolve import PREFIX, find_run, resume_command, split_tag
 from assay.types import UserError
 from assay.web.comparison import RunComparison, cells, describe

@@ -101,7 +101,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
     if starts_cluster(cfg):
         return on_cluster(cfg, path, ["--resume", str(path.resolve()), "--trust"], args, console)
     console.announce(f"loading {cfg.model.source}")
-    from assay.build.execute import reopened
+    from assay.build.run import reopened
 
     with reopened(path, before, cfg, console) as resumed:
         return run_training(resumed, console)
@@ -151,7 +151,7 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
 
 
 def run_training(training: TrainingRun, console: Console) -> int:
-    from assay.build.execute import carried_out, check_updates
+    from assay.build.run import carried_out, check_updates
     from assay.training.loop import train
 
     path = training.path

@@ -200,22 +200,45 @@ class TaskEnv(Env):
         return up_to_stop(gold.removeprefix(self.reply), self.stop) if gold.startswith(self.reply) else None
 
 
-class StepLimit(Env):
-    """Truncates the episodes of another environment after `max_steps` steps, as Gymnasium's TimeLimit does.
+ATTRIBUTES = (  # that an environment may set in `__init__`
+    *("name", "role", "inline", "stop", "slow", "max_steps", "max_return", "judged"),
+    *("default_extract", "instruction"),
+)
 
-    A run limits episodes by itself; this is for loops that step an environment. Other attributes are read from `env`.
-    Its methods are plain, even if `env` has `async` methods.
-    """
 
-    def __init__(self, env: Env, max_steps: int) -> None:
-        self.env, self.max_steps, self.taken = env, max_steps, 0
-        for name in ("name", "role", "inline", "stop", "slow", "max_return", "judged"):
+class EnvWrapper(Env):
+    """Steps the episodes of another environment in its own way. Everything else is that of `env`."""
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        for name in ATTRIBUTES:
             setattr(self, name, getattr(env, name))
 
     def __getattr__(self, name: str) -> Any:
         if name == "env":  # not set yet, e.g. in copy.copy
             raise AttributeError(name)
         return getattr(self.env, name)
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return self.env.prompts(split)
+
+    def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
+        return self.env.judge(extract, strict)
+
+    def close(self) -> None:
+        resolve(self.env.close())
+
+
+class StepLimit(EnvWrapper):
+    """Truncates the episodes of another environment after `max_steps` steps, as Gymnasium's TimeLimit does.
+
+    A run limits episodes by itself; this is for loops that step an environment. Its methods are plain, even if `env`
+    has `async` methods.
+    """
+
+    def __init__(self, env: Env, max_steps: int) -> None:
+        super().__init__(env)
+        self.max_steps, self.taken = max_steps, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         self.taken = 0
@@ -229,19 +252,10 @@ class StepLimit(Env):
     def gold_action(self) -> str | None:
         return self.env.gold_action()
 
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        return self.env.prompts(split)
-
-    def judge(self, extract: str | None = None, strict: bool = True) -> Judge:
-        return self.env.judge(extract, strict)
-
     def copy(self) -> Self:
         other = super().copy()
         other.env = self.env.copy()
         return other
-
-    def close(self) -> None:
-        resolve(self.env.close())
 
 
 def up_to_stop(text: str, stops: Sequence[str]) -> str:

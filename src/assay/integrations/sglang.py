@@ -30,13 +30,14 @@ from torch import Tensor
 from assay.config import SGLangConfig
 from assay.engine.base import Capabilities
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable
-from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices, write_object
+from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
 from assay.engine.remote.transport import IpcTransport, NcclTransport, Transport
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import spec_to_hf
+from assay.system.program import write_object
 from assay.types import Finish, UserError, excerpt
 
 GENERATE = "/generate"

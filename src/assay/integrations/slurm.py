@@ -19,12 +19,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.engine.remote.launch import nodes_folder, read_object, write_object
-from assay.system.program import SupervisedProgram
+from assay.engine.remote.launch import nodes_folder, read_object
+from assay.system.program import SupervisedProgram, write_object
 
 POLL_S = 0.5  # between two looks for requests of the trainer
 PORTS = range(12000, 20000)  # below the ports of rendezvous, and below the ephemeral ports of the system
@@ -34,70 +34,53 @@ PAUSE_S = 3.0  # srun kills the other nodes as soon as one ends: time for them t
 
 
 class NodeProgram:
-    """A server of this node, which the trainer starts."""
+    """A server of this node, which the trainer starts. Its registration is written again when its state changes."""
 
-    def __init__(self, folder: Path, name: str, log: Path, devices: str) -> None:
+    def __init__(self, folder: Path, name: str, registration: dict[str, Any], devices: str) -> None:
         """`devices`: CUDA_VISIBLE_DEVICES, if the node has GPUs."""
-        self.name, self.log, self.devices, self.starts = name, log, devices, 0
-        self.request, self.state = folder / f"start-{name}.json", folder / f"state-{name}.json"
-        self.program: SupervisedProgram | None = None  # while it is running
+        self.name, self.devices, self.registration = name, devices, {**registration, "starts": 0, "ended": ""}
+        self.file, self.request = folder / f"server-{name}.json", folder / f"start-{name}.json"
+        self.program: SupervisedProgram | None = None
+        write_object(self.file, self.registration)
 
     def check(self) -> None:
         """Start the server as often as the trainer has asked for, and report its end."""
-        request = read_object(self.request)
-        if request.get("starts", 0) > self.starts:
-            self._start(request)
-        elif self.program is not None and (ended := self.program.ended):
+        request, state = read_object(self.request), self.registration
+        if request.get("starts", 0) > state["starts"]:
+            if self.program is None:
+                environment = {**os.environ, **request["environment"]}
+                if self.devices:
+                    environment["CUDA_VISIBLE_DEVICES"] = self.devices
+                log = Path(state["log"])
+                self.program = SupervisedProgram(request["command"], log, environment, block_sigterm=True)
+            else:
+                if not state["ended"]:
+                    say(f"server {self.name}: does not answer to the trainer, and is killed")
+                self.program.restart()
+            state |= {"starts": request["starts"], "ended": ""}
+            say(f"server {self.name}: started, process {self.program.pid}; its output is in {state['log']}")
+        elif self.program is not None and not state["ended"] and (ended := self.program.ended):
             say(f"server {self.name}: ended ({ended}): {self.program.tail()}")
-            self.close()
-            write_object(self.state, {"starts": self.starts, "ended": ended})
-
-    def _start(self, request: Mapping[str, Any]) -> None:
-        if self.program is not None:
-            say(f"server {self.name}: does not answer to the trainer, and is killed")
-            self.program.kill()
-        self.close()
-        environment = {**os.environ, **request["environment"]}
-        if self.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self.devices
-        self.program = SupervisedProgram(request["command"], self.log, environment, block_sigterm=True)
-        self.starts = request["starts"]
-        write_object(self.state, {"starts": self.starts, "ended": ""})
-        say(f"server {self.name}: started, process {self.program.pid}; its output is in {self.log}")
+            state["ended"] = ended
+        else:
+            return
+        write_object(self.file, state)
 
     def close(self) -> None:
         if self.program is not None:
             self.program.close()
-            self.program = None
 
 
-class EngineNode:
-    def __init__(self, folder: Path, node: int, hosts: Sequence[str], servers: int, gpus: int, logs: str) -> None:
-        """`hosts`: of all engine nodes. `servers`, `gpus`: of each node. `logs`: how names of log files begin."""
-        self.programs: list[NodeProgram] = []
-        for index, (port, devices) in enumerate(zip(free_ports(servers), device_shares(gpus, servers), strict=True)):
-            log = Path(f"{logs}-engine{node}-server{index}.log").absolute()
-            self.programs.append(NodeProgram(folder, f"{node}-{index}", log, devices))
-            entry = {"place": [node, index], "servers": servers * len(hosts), "url": f"http://{hosts[node]}:{port}"}
-            write_object(folder / f"server-{node}-{index}.json", {**entry, "log": str(log)})
-        say(f"engine node {node} of {len(hosts)}: waiting for the trainer")
-
-    def check(self) -> None:
-        for program in self.programs:
-            program.check()
-
-    def close(self) -> None:
-        for program in self.programs:
-            program.close()
-
-    def run(self) -> None:
-        """Serve until the input ends."""
-        try:
-            while not input_ended(POLL_S):
-                self.check()
-        finally:
-            self.close()
-        say("the servers have ended")
+def register_servers(
+    folder: Path, node: int, hosts: Sequence[str], servers: int, gpus: int, logs: str
+) -> list[NodeProgram]:
+    """`hosts`: of all engine nodes. `servers`, `gpus`: of each node. `logs`: how names of log files begin."""
+    programs = []
+    for index, (port, devices) in enumerate(zip(free_ports(servers), device_shares(gpus, servers), strict=True)):
+        log = str(Path(f"{logs}-engine{node}-server{index}.log").absolute())
+        entry = {"servers": servers * len(hosts), "url": f"http://{hosts[node]}:{port}", "log": log}
+        programs.append(NodeProgram(folder, f"{node}-{index}", entry, devices))
+    return programs
 
 
 def device_shares(gpus: int, servers: int) -> list[str]:
@@ -146,7 +129,16 @@ def serve(words: Sequence[str]) -> None:
     folder = nodes_folder()
     assert folder is not None, "the environment names no folder"
     node = int(os.environ["SLURM_NODEID"])
-    EngineNode(folder, node, args.hosts, args.servers, args.gpus, args.logs).run()
+    programs = register_servers(folder, node, args.hosts, args.servers, args.gpus, args.logs)
+    say(f"engine node {node} of {len(args.hosts)}: waiting for the trainer")
+    try:
+        while not input_ended(POLL_S):
+            for program in programs:
+                program.check()
+    finally:
+        for program in programs:
+            program.close()
+    say("the servers have ended")
 
 
 def train(words: Sequence[str]) -> int:

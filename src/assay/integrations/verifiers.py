@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Self
 
 from assay.envs.base import Env, Info, Observation, Step, as_messages, safe_reset
-from assay.rewards import importing
+from assay.rewards import functions
 from assay.system.awaiting import resolve
 from assay.tasks.base import ALL, LazyPrompts, user_errors
 from assay.tasks.datasets import ListTask
@@ -41,8 +41,8 @@ Write a call as a JSON object with the name and the arguments:
 
 def load_verifiers_env(name: str, args: Mapping[str, Any]) -> VerifiersEnv:
     """Load the environment "verifiers:TASKSET_ID", whose package must be installed; `args` are its settings."""
-    if importing.guard is not None:
-        importing.guard(name)
+    if functions.guard is not None:
+        functions.guard(name)
     import_verifiers(name)
     from verifiers.v1.utils.loaders import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
         load_environment,

@@ -1,8 +1,7 @@
 """Judging completions: answer extraction, equality, judges, and a pool of judge processes."""
 
 from assay.rewards.code import CodeJudge
-from assay.rewards.functions import FunctionJudge
-from assay.rewards.importing import load_object
+from assay.rewards.functions import FunctionJudge, load_object
 from assay.rewards.judge import Judge, RewardMix, check_verdicts
 from assay.rewards.numeric import Unreadable
 from assay.rewards.pool import JudgePanel, JudgePool, Judging

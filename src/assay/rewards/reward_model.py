@@ -199,9 +199,11 @@ def score_of(outputs: Sequence[float], cfg: JudgeConfig) -> float:
 
 def reward_of(score: float, cfg: JudgeConfig) -> float:
     value = (score - cfg.offset) * cfg.factor
-    if not cfg.sigmoid:
-        return value
-    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+    return sigmoid(value) if cfg.sigmoid else value
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def outputs_in(answer: Mapping[str, Any]) -> list[float] | None:

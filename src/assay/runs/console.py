@@ -378,14 +378,10 @@ class Console:
         for name, (text, form) in _FACTS.items():
             if (value := finite(shown, name)) is not None:
                 facts.append(text.format(form(value)))
-        if (left := self._seconds_left(step)) is not None:
-            facts.append(f"eta {duration(left)}")
-        return facts
-
-    def _seconds_left(self, step: int) -> float | None:
-        """Estimate from the last steps, including evaluations and saves."""
         (first, started), (latest, now) = self._clock[0], self._clock[-1]
-        return (now - started) / (latest - first) * (self._total - step) if self._total and latest > first else None
+        if self._total and latest > first:  # an estimate from the last steps, including evaluations and saves
+            facts.append(f"eta {duration((now - started) / (latest - first) * (self._total - step))}")
+        return facts
 
 
 def is_distributed() -> bool:

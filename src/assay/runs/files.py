@@ -171,6 +171,15 @@ def unreadable(path: Path) -> str | None:
     return None
 
 
+def user_folder(variable: str, default: str) -> Path:
+    """Our folder among the user's caches or states, as XDG describes them. Raises RuntimeError without a home folder.
+
+    `variable`: of the environment, which may name the parent folder. `default`: that folder, in the home folder.
+    """
+    given = Path(os.environ.get(variable, ""))
+    return (given if given.is_absolute() else Path.home() / default) / "assay"
+
+
 def disk_error(error: BaseException) -> tuple[str, str] | None:
     """Cause and remedy of an error of the disk; None for other errors."""
     for code, cause_and_remedy in _DISK_ERRORS.items():

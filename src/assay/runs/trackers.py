@@ -1,5 +1,7 @@
-"""Logging to experiment trackers: Weights & Biases, Trackio, MLflow and TensorBoard. Each is imported only if it is
-used. What is written to the run directory does not depend on them, and their failures do not end a run.
+"""What follows a run: experiment trackers, and hooks of users' code.
+
+Trackers are Weights & Biases, Trackio, MLflow and TensorBoard. Each is imported only if it is used. What is written to
+the run directory does not depend on them, and their failures do not end a run.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from assay.config import LogConfig
 from assay.runs.console import finite
 from assay.runs.directory import Run, flattened
 from assay.runs.files import json_line, read_json, write_json
-from assay.types import Group, Rollout, UserError, describe_error, hide_credentials, missing_extra
+from assay.types import Group, Rollout, UserError, describe_error, describe_user_error, hide_credentials, missing_extra
 
 IDS = "trackers.json"  # in the run directory: the id of the run in each tracker, for a resumed run
 COLUMNS = ("step", "prompt", "completion", "answer", "reward", "status")  # of the table of rollouts
@@ -235,3 +238,58 @@ def stored_id(run: Run, tracker: str, make: Callable[[], str]) -> str:
 
 def settings_of(run: Run) -> dict[str, Any]:
     return tomllib.loads(hide_credentials(run.config_toml))
+
+
+class RunHandle(Protocol):
+    """What hooks may use of a run."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def request_stop(self) -> None: ...
+
+
+class Callback:
+    """Base class with all hooks; override those that you need. With several processes, the main one calls them.
+
+    `run.request_stop()` in a hook ends the run after the current step, with a checkpoint, as Ctrl-C does.
+    """
+
+    def on_step(self, run: RunHandle, step: int, metrics: Mapping[str, float]) -> None:
+        """After each training step, with its metrics."""
+
+    def on_evaluation(self, run: RunHandle, step: int, metrics: Mapping[str, float]) -> None:
+        """After each evaluation: "eval/accuracy" during training, "before/accuracy" and "after/accuracy" around it."""
+
+    def on_checkpoint(self, run: RunHandle, step: int, path: Path) -> None:
+        """After each checkpoint; `path` is its folder."""
+
+    def on_stop(self, run: RunHandle, summary: Mapping[str, Any]) -> None:
+        """When the run ends, with its summary; the summary is empty if the run was stopped or failed."""
+
+
+Hook = Callback | Callable[[RunHandle, int, Mapping[str, float]], object]
+
+
+def as_callback(value: Any) -> Callback:
+    """A callback, or a function f(run, step, metrics) that is called after each step."""
+    if isinstance(value, Callback):
+        return value
+    if isinstance(value, type) or not callable(value):
+        raise UserError(f"a callback must be a function f(run, step, metrics) or an assay.Callback, not {value!r:.80}")
+    callback: Any = Callback()
+    callback.on_step = value
+    return callback
+
+
+def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
+    """Call a hook of all callbacks. An error in one of them names it."""
+    for callback in callbacks:
+        function: Callable[..., None] = getattr(callback, hook)
+        try:
+            function(*args)
+        except UserError:
+            raise
+        except Exception as error:
+            name = getattr(function, "__qualname__", hook)
+            raise UserError(f"the callback {name} failed: {describe_user_error(error)}") from error

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from assay.config import HttpConfig
 from assay.engine.base import EngineLoad
-from assay.rewards.reward_model import ModelInput, Outputs, RewardModelProcess
+from assay.rewards.reward_model import ModelInput, Outputs, RewardModelProcess, sigmoid
 from assay.server.app import unsupported, with_common_routes
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
 from assay.server.server import make_http_server, nothing
@@ -117,7 +117,7 @@ def activated(outputs: Sequence[float], activation: str) -> list[float]:
     if activation == "identity":
         return list(outputs)
     if activation == "sigmoid":
-        return [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in outputs]
+        return list(map(sigmoid, outputs))
     weights = [math.exp(logit - max(outputs)) for logit in outputs]
     return [weight / sum(weights) for weight in weights]
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from assay.system.spawn import KILL_LIMIT_S, STOP_SIGNALS, ChildProcess, exit_reason, fork_under_supervisor, send
 
@@ -100,6 +101,14 @@ def is_dead(pid: int) -> bool:
     except OSError:
         return Path("/proc/self/stat").exists()
     return fields[0] == "Z" or bool(int(fields[6]) & PF_EXITING)
+
+
+def write_object(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file at once, readable by this user only: environments hold API keys."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(value, file)
+    partial.rename(path)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

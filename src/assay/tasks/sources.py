@@ -141,7 +141,7 @@ def read_jsonl(path: str | Path) -> list[DataRow]:
 
 def read_rows(path: str | Path) -> list[DataRow]:
     """Read the rows of a Parquet file if its name ends in .parquet, else of a JSONL file."""
-    return parquet_rows([Path(path)]) if is_parquet(path) else read_jsonl(path)
+    return parquet_rows([Path(path)]) if Path(path).suffix.lower() == SUFFIX else read_jsonl(path)
 
 
 def parquet_rows(files: Sequence[Path]) -> list[DataRow]:
@@ -408,10 +408,6 @@ TEXT_TYPES = ("string", "large_string", "binary", "large_binary")
 ROW_BYTES, VALUE_BYTES = 300, 8  # memory of a row and its origin, and of each value: at least
 BATCH_ROWS, BATCH_BYTES = 1_000, 64 * 2**20  # decoded at a time: at most
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
-
-
-def is_parquet(path: str | Path) -> bool:
-    return Path(path).suffix.lower() == SUFFIX
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:

@@ -18,11 +18,11 @@ from assay.mesh import Mesh
 from assay.models.device import deterministic
 from assay.rollout import Collector
 from assay.runs import Run, checkpoints
-from assay.runs.curves import draw_curves
+from assay.runs.metrics import draw_curves
 from assay.runs.resolve import resume_command
+from assay.runs.trackers import Callback, notify
 from assay.text import Tokenizer
 from assay.training import checkpoint
-from assay.training.callbacks import Callback, notify
 from assay.training.learner.learner import Learner, WarmStart, freeze_reference
 from assay.training.learner.update import NonFiniteError, check_faults, check_finite, not_finite
 from assay.training.progress import RunState, Schedule, Stopped, Stopping

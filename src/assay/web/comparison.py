@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from assay.runs.console import duration, fraction, percent
-from assay.runs.curves import points_of, shown_panels
 from assay.runs.directory import SETTINGS_OF_MACHINE, Run, RunFiles, flattened, setting
+from assay.runs.metrics import points_of, shown_panels
 from assay.types import plural
 from assay.web.folder import INCOMPLETE, RunFolder
 from assay.web.index import place_of, read_file

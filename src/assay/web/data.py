@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from assay.runs.curves import X_LABELS, bounds_of, shown_panels
 from assay.runs.directory import changed_settings
 from assay.runs.files import json_object, to_json
+from assay.runs.metrics import X_LABELS, bounds_of, shown_panels
 from assay.types import describe_error
 from assay.web.findings import Doctor, badge
 from assay.web.folder import MAX_DEPTH, RunFolder, RunTokenizer, Stamp, is_deeper, load_tokens, stamp_of

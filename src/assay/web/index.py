@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.runs.files import JsonLine, json_lines
+from assay.runs.files import JsonLine, json_lines, user_folder
 from assay.runs.rollouts import DAMAGE, SCHEMA, newer_schema
 from assay.types import Finish, Status, describe_error
 from assay.web.folder import Refused, RunFolder, finite_number, stamp_of
@@ -429,8 +429,7 @@ def cleaned(value: Any) -> Any:
 
 def cache_folder() -> Path:
     """The folder of all indexes. Raises OSError if it cannot be created."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "assay" / "view"
+    folder = user_folder("XDG_CACHE_HOME", ".cache") / "view"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.geteuid() or not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} belongs to another user, or is not writable")

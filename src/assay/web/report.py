@@ -27,8 +27,8 @@ from markupsafe import Markup
 
 from assay import __version__
 from assay.runs.console import duration, percent, printable
-from assay.runs.curves import X_LABELS
 from assay.runs.directory import changed_settings
+from assay.runs.metrics import X_LABELS
 from assay.types import describe_error, hide_credentials, plural
 from assay.web.data import MetricsQuery, RunView, ViewError, compare, plain
 from assay.web.folder import finite_number

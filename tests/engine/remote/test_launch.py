@@ -26,8 +26,8 @@ from assay.engine.remote.launch import (
     read_object,
     registered_servers,
     with_engine_nodes,
-    write_object,
 )
+from assay.system.program import write_object
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())
@@ -109,7 +109,7 @@ def test_a_server_that_dies_later_is_reported() -> None:
 
 
 def register(folder: Path, node: int, index: int) -> None:
-    entry = {"place": [node, index], "servers": 2, "url": f"http://n{node}:{1000 + index}", "log": "/logs/0"}
+    entry = {"servers": 2, "url": f"http://n{node}:{1000 + index}", "log": "/logs/0"}
     write_object(folder / f"server-{node}-{index}.json", entry)
 
 
@@ -138,13 +138,13 @@ def test_the_servers_of_all_nodes_are_waited_for(tmp_path: Path) -> None:
         registered_servers(tmp_path, 0.0, "server")
     register(tmp_path, 2, 1)
     servers = registered_servers(tmp_path, 0.0, "server")
-    assert [(server.name, server.url) for server in servers] == [("2-1", "http://n2:1001"), ("10-0", "http://n10:1000")]
+    assert [server.url for server in servers] == ["http://n2:1001", "http://n10:1000"]
 
 
 def test_a_start_has_the_command_and_the_changes_of_the_environment(tmp_path: Path) -> None:
-    server = NodeServer(tmp_path, "0-1", "http://n0:1000", tmp_path / "log")
+    server = NodeServer(tmp_path / "server-0-1.json", "http://n0:1000", tmp_path / "log")
     server.start(["serve", "1"], {**os.environ, "KEY": "secret"})
-    file, state = tmp_path / "start-0-1.json", tmp_path / "state-0-1.json"
+    file, state = tmp_path / "start-0-1.json", server.file
     assert file.stat().st_mode & 0o777 == 0o600
     assert read_object(file) == {"command": ["serve", "1"], "environment": {"KEY": "secret"}, "starts": 1}
     assert server.ended is None

@@ -25,7 +25,7 @@ from train_parts import make_groups, tiny_decoder, weights_of
 from assay.algos import Algorithm, make_algorithm
 from assay.config import TrainConfig
 from assay.mesh import Mesh
-from assay.rewards.importing import load_object
+from assay.rewards.functions import load_object
 from assay.runs import checkpoints
 from assay.system.spawn import RemoteWorker, reply
 from assay.training.learner.optim import make_adamw, optimizer_tensors

@@ -3,10 +3,9 @@
 Engine nodes are hosts that only generate and share a folder with the trainer. Each of them runs
 `assay.integrations.slurm`. The environment variable `ENGINE_NODES` names the folder:
 
-- `server-N-K.json`: written by node N: URL and log file of its server K, which is not started yet.
+- `server-N-K.json`: written by node N: URL and log file of its server K, the last of its starts, and how it ended.
 - `model/`: written by the trainer: the model that is served, without weights.
 - `start-N-K.json`: written by the trainer: command and environment of the server, and the number of its starts.
-- `state-N-K.json`: written by the node: the last of these starts, and how the server ended.
 - `weights/`: written by the trainer during weight updates.
 
 As on its own host, only the trainer decides when a server is started again (see `SupervisedServers`).
@@ -44,7 +43,7 @@ from assay.engine.remote.transport import FolderTransport
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.system.openai_client import key_of, new_client, opened
-from assay.system.program import SupervisedProgram, free_port, last_error
+from assay.system.program import SupervisedProgram, free_port, last_error, write_object
 from assay.types import UserError, plural
 
 MAX_RESTARTS = 20  # of a server that fails again and again
@@ -80,29 +79,27 @@ def with_engine_nodes(settings: RemoteEngineConfig) -> RemoteEngineConfig:
 class NodeServer:
     """A server on an engine node, as the trainer sees it."""
 
-    folder: Path
-    name: str  # "N-K"
+    file: Path
     url: str
     log: Path
-    starts: int = 0
     request: dict[str, Any] = field(default_factory=dict)
 
     def start(self, command: list[str], environment: Mapping[str, str]) -> None:
         """`environment`: complete; the node gets the variables that differ from the environment of this process."""
         changes = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-        self.request = {"command": command, "environment": changes}
+        self.request = {"command": command, "environment": changes, "starts": 0}
         self.restart()
 
     def restart(self) -> None:
         """Ask the node to kill the server, if it is running, and to start it."""
-        self.starts += 1
-        write_object(self.folder / f"start-{self.name}.json", {**self.request, "starts": self.starts})
+        self.request["starts"] += 1
+        write_object(self.file.with_name(self.file.name.replace("server", "start")), self.request)
 
     @property
     def ended(self) -> str | None:
         """How the server ended; None while it is running, and before its node has started it."""
-        state = read_object(self.folder / f"state-{self.name}.json")
-        return state["ended"] or None if state.get("starts") == self.starts else None
+        state = read_object(self.file)
+        return state["ended"] or None if state.get("starts") == self.request["starts"] else None
 
     def tail(self) -> str:
         return last_error(self.log)
@@ -115,26 +112,16 @@ def registered_servers(folder: Path, timeout_s: float, section: str) -> list[Nod
     """The servers of all nodes, when all are registered. `section`: of the settings, for messages."""
     deadline = time.monotonic() + timeout_s
     while True:
-        entries = [read_object(file) for file in folder.glob("server-*.json")]
-        entries = sorted((entry for entry in entries if entry), key=lambda entry: entry["place"])
-        if entries and len(entries) == entries[0]["servers"]:
-            names = ["-".join(map(str, entry["place"])) for entry in entries]
-            pairs = zip(names, entries, strict=True)
-            return [NodeServer(folder, name, entry["url"], Path(entry["log"])) for name, entry in pairs]
+        # In the order of the nodes, and of the servers on a node.
+        files = sorted(folder.glob("server-*.json"), key=lambda file: [int(part) for part in file.stem.split("-")[1:]])
+        if files and len(files) == (entries := [read_object(file) for file in files])[0]["servers"]:
+            return [NodeServer(f, entry["url"], Path(entry["log"])) for f, entry in zip(files, entries, strict=True)]
         if time.monotonic() > deadline:
             raise UserError(
-                f"{plural(len(entries), 'server')} of engine nodes registered in {folder} after {timeout_s:g} s, and "
+                f"{plural(len(files), 'server')} of engine nodes registered in {folder} after {timeout_s:g} s, and "
                 f"others are missing: see the logs of the engine nodes, or raise {section}.start_timeout_s"
             )
         time.sleep(NODES_POLL_S)
-
-
-def write_object(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file at once, readable by this user only: environments hold API keys."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(value, file)
-    partial.rename(path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.config import CLUSTER_MEMBER, ClusterConfig, TrainConfig
-from assay.integrations.ray.cluster import SIGNALS, connect, describe_resources, nodes, ray_package
-from assay.integrations.ray.programs import hosted_program
+from assay.integrations.ray.cluster import SIGNALS, connect, describe_resources, hosted_program, nodes, ray_package
 from assay.system.isolation import die_with_parent
 from assay.system.spawn import exit_reason
 from assay.types import UserError, excerpt, plural

@@ -24,8 +24,7 @@ from torch import Tensor
 from assay.engine.remote.launch import MAX_RESTARTS, LaunchedServers
 from assay.engine.remote.server_side import KEY
 from assay.engine.remote.transport import FolderTransport
-from assay.integrations.ray.cluster import connect, membership, ray_package
-from assay.integrations.ray.programs import hosted_program
+from assay.integrations.ray.cluster import connect, hosted_program, membership, ray_package
 from assay.types import UserError, describe_error, plural
 
 ANSWER_S = 3.0  # time limit of an actor's answer to a question
@@ -210,11 +209,6 @@ class RayServers:
     def transport(self, dtype: torch.dtype, size: int) -> FolderTransport:
         return CopiedFolder(self, "", dtype, size)
 
-    def other_nodes(self) -> Iterable[RayServer]:
-        """One server of each node but this one."""
-        servers = [server for server in self.slots.values() if server.key and server.node != self.node]
-        return {server.node: server for server in servers}.values()
-
 
 class CopiedFolder(FolderTransport):
     """A folder on this node, whose files are copied to all nodes with servers through the object store."""
@@ -227,7 +221,9 @@ class CopiedFolder(FolderTransport):
     def written(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[Path]:
         ray = self._servers.ray
         with super().written(weights, version) as folder:
-            others = list(self._servers.other_nodes())
+            servers = [server for server in self._servers.slots.values() if server.key]
+            by_node = {server.node: server for server in servers}  # one of each
+            others = [server for node, server in by_node.items() if node != self._servers.node]
             files = {file.name: ray.put(file.read_bytes()) for file in sorted(folder.iterdir())} if others else {}
             copies = [server.actor.write.remote(str(folder), files) for server in others]
             try:
