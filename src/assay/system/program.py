@@ -60,8 +60,9 @@ class SupervisedProgram:
 
     def kill(self) -> None:
         """Kill the program without waiting. Its supervisor kills what it has started."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._child.running and not is_dead(self.pid):  # else its number may be that of another program by now
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def restart(self) -> None:
         """Kill the program, which may not answer to other signals, and start it again."""
