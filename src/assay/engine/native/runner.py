@@ -202,9 +202,9 @@ class GraphRunner(Runner):
 
     def decode(self, size: int, steps: int, span: int) -> None:
         rows, kv_heads = next(graph_size for graph_size in self.sizes if graph_size >= size), self.network.spec.kv_heads
-        # For few rows, splitting sequences is faster; float32 products leave no registers for shared prefixes.
+        # For few rows, shared prefixes do not pay; float32 products leave no registers for them.
         sharing = self.sharing and rows * kv_heads >= SHARING_PROGRAMS and self.dtype.itemsize == 2
-        splits = 1 if sharing else self.attention.default_splits(rows, kv_heads, span)
+        splits = self.attention.default_splits(rows, kv_heads, span)
         key = rows, sharing, splits, any(0 < window < span for window in self.network.spec.windows)
         if key not in self.graphs:
             self.graphs[key] = self._record(*key)

@@ -268,9 +268,9 @@ class Batch:
         shared.write(plan, lambda values: torch.from_numpy(values).to(DEVICE))
         return shared
 
-    def attend(self, shared: SharedPrefixes | None, block_n: int | None = None) -> Tensor:
+    def attend(self, shared: SharedPrefixes | None, block_n: int | None = None, splits: int = 1) -> Tensor:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
-        return decode_attention(self.q, self.kv, self.tables, lengths, splits=1, shared=shared, block_n=block_n)
+        return decode_attention(self.q, self.kv, self.tables, lengths, splits=splits, shared=shared, block_n=block_n)
 
     def reference(self) -> Tensor:
         return reference(self.q, self.kv, self.tables, self.lengths)
@@ -305,6 +305,12 @@ def test_shared_prefixes_equal_the_float64_reference(shape: tuple[int, int, int]
     assert len(ended) == 3 and out[ended].count_nonzero() == 0
     assert_near(out, batch.reference())
     assert_near(out, batch.attend(None).double())
+
+
+def test_rows_with_shared_prefixes_are_split() -> None:
+    batch = Batch([(3, [90, 1, 70, 0, 130, 33]), (0, [1, 100, 0])], (2, 1, 16), torch.float32)
+    for splits in (2, 4):  # at least 64 tokens each
+        assert_near(batch.attend(batch.shared, 16, splits), batch.reference())
 
 
 def test_a_prefix_group_with_several_tiles() -> None:

@@ -109,7 +109,7 @@ def decode_attention(
 ) -> Tensor:
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
-    A row of length 0 gives zeros. `shared`: shared prefixes, which are read once; then `splits` is 1.
+    A row of length 0 gives zeros. `shared`: shared prefixes, which are read once.
     `window`: each row attends only to its last `window` tokens (0: all); not with `shared`.
     `scale`: factor of the scores; None: 1 / sqrt(d).
     `counters` [N, K] int32 are zeros before and after the call; they are allocated if needed and not given.
@@ -121,8 +121,8 @@ def decode_attention(
     if out is None:
         out = torch.empty_like(q)
     if splits is None:
-        splits = default_splits(rows, kv_heads, tables.shape[1] * block_size) if shared is None else 1
-    assert shared is None or (splits == 1 and not window)
+        splits = default_splits(rows, kv_heads, tables.shape[1] * block_size)
+    assert shared is None or not window
     tile, warps, stages = tuning(size)
     if shared is not None:
         attend_shared(q, kv_layer, tables, shared, scale)
@@ -224,6 +224,10 @@ def _attend(
     first, last, ranges = 0, length, 1
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
+    begun = False
+    if SHARED:
+        first = tl.minimum(tl.load(skip + row), length)  # nothing is read for a row that is not running
+        begun = (first > 0) & (tl.program_id(2) == 0)
     if SPLITS > 1:
         seen = length - first
         share = tl.maximum(tl.cdiv(tl.cdiv(seen, TILE), SPLITS) * TILE, least)
@@ -246,11 +250,9 @@ def _attend(
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     result = tl.zeros([GROUP_BLOCK, SIZE_BLOCK], tl.float32)
     if SHARED:
-        first = tl.minimum(tl.load(skip + row), length)  # nothing is read for a row that is not running
-        begun = (member < GROUP) & (first > 0)
-        largest = tl.load(maxima + head, mask=begun, other=float("-inf"))
-        total = tl.load(sums + head, mask=begun, other=0.0)
-        result = tl.load(partials + head[:, None] * SIZE + column[None, :], mask=inside & begun[:, None], other=0.0)
+        largest = tl.load(maxima + head, mask=(member < GROUP) & begun, other=float("-inf"))
+        total = tl.load(sums + head, mask=(member < GROUP) & begun, other=0.0)
+        result = tl.load(partials + head[:, None] * SIZE + column[None, :], mask=inside & begun, other=0.0)
     largest, total, result = _accumulate(
         query, keys, values, table, first, last, largest, total, result, SCALE, SIZE, BLOCK_SIZE, TILE, WIDE
     )
