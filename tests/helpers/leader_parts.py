@@ -147,7 +147,6 @@ def fingerprint_of(model: Decoder) -> str:
 
 def serve(lead: Callable[[TensorParallelLeader], None], engine: NativeEngine) -> None:
     """On rank 0 `lead(leader)`; the other ranks follow."""
-    assert engine.group is not None
     cpu_group = new_cpu_group(engine.group)
     if engine.group.rank():
         follow(engine, cpu_group)

@@ -178,15 +178,8 @@ def gpt2_folder(folder: Path, chat: bool = True) -> Path:
     tokenizer = word_tokenizer(abacus_words())
     if not chat:
         tokenizer.hf.chat_template = None
-    config = GPT2Config(
-        vocab_size=tokenizer.vocab_size,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=96,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-    )
+    sizes = {"vocab_size": tokenizer.vocab_size, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96}
+    config = GPT2Config(**sizes, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder
@@ -199,16 +192,9 @@ def llama_folder(folder: Path, hidden: int, words: list[str], padding: int = 0, 
 
     tokenizer = word_tokenizer(words)
     torch.manual_seed(hidden)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size + padding,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=hidden // 16,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_id,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": hidden // 16}
+    sizes |= {"vocab_size": tokenizer.vocab_size + padding, "max_position_embeddings": positions}
+    config = LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3, eos_token_id=tokenizer.eos_id)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder

@@ -176,7 +176,6 @@ def test_an_engine_starts_its_servers_on_all_nodes(tmp_path: Path, monkeypatch: 
         assert len(set(urls)) == 4
         assert launched.model_folder == tmp_path / "model" and (launched.model_folder / "config.json").exists()
         program = nodes[1].programs[0].program
-        assert program is not None
         os.kill(program.pid, signal.SIGKILL)
         until(lambda: "killed by SIGKILL" in launched.death(urls[2]))
         launched.restart(urls[2])

@@ -17,17 +17,7 @@ from engine_parts import small_decoder, small_spec
 
 from assay.config import ServerConfig, VLLMConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.launch import (
-    ENGINE_NODES,
-    LaunchedServers,
-    NodeServer,
-    nodes_folder,
-    plain_environment,
-    read_object,
-    registered_servers,
-    with_engine_nodes,
-    write_object,
-)
+from assay.engine.remote import launch
 from assay.types import UserError
 
 POLICY = small_decoder(small_spec())
@@ -41,14 +31,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-class PythonServers(LaunchedServers):
+class PythonServers(launch.LaunchedServers):
     kind, section, code = "test", "server", SERVER
 
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
         return [sys.executable, "-c", self.code, str(port), str(max_length)]
 
     def _environment(self, index: int) -> dict[str, str]:
-        return plain_environment()
+        return launch.plain_environment()
 
 
 @contextmanager
@@ -110,45 +100,45 @@ def test_a_server_that_dies_later_is_reported() -> None:
 
 def register(folder: Path, node: int, index: int) -> None:
     entry = {"place": [node, index], "servers": 2, "url": f"http://n{node}:{1000 + index}", "log": "/logs/0"}
-    write_object(folder / f"server-{node}-{index}.json", entry)
+    launch.write_object(folder / f"server-{node}-{index}.json", entry)
 
 
 def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENGINE_NODES, raising=False)
-    assert nodes_folder() is None
+    monkeypatch.delenv(launch.ENGINE_NODES, raising=False)
+    assert launch.nodes_folder() is None
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(ENGINE_NODES, "runs/slurm/a-1-servers")
-    assert nodes_folder() == tmp_path / "runs/slurm/a-1-servers"
+    monkeypatch.setenv(launch.ENGINE_NODES, "runs/slurm/a-1-servers")
+    assert launch.nodes_folder() == tmp_path / "runs/slurm/a-1-servers"
 
 
 def test_weights_go_through_the_folder_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENGINE_NODES, raising=False)
-    assert with_engine_nodes(ServerConfig()) == ServerConfig()
-    monkeypatch.setenv(ENGINE_NODES, str(tmp_path))
-    placed = with_engine_nodes(VLLMConfig())
+    monkeypatch.delenv(launch.ENGINE_NODES, raising=False)
+    assert launch.with_engine_nodes(ServerConfig()) == ServerConfig()
+    monkeypatch.setenv(launch.ENGINE_NODES, str(tmp_path))
+    placed = launch.with_engine_nodes(VLLMConfig())
     assert (placed.transport, placed.folder) == ("folder", str(tmp_path / "weights"))
-    assert with_engine_nodes(ServerConfig(folder="/scratch")).folder == "/scratch"
+    assert launch.with_engine_nodes(ServerConfig(folder="/scratch")).folder == "/scratch"
     running = ServerConfig(urls=["http://n1:8000"])
-    assert with_engine_nodes(running) == running
+    assert launch.with_engine_nodes(running) == running
 
 
 def test_the_servers_of_all_nodes_are_waited_for(tmp_path: Path) -> None:
     register(tmp_path, 10, 0)
     with pytest.raises(UserError, match=r"^1 server of engine nodes .* raise server\.start_timeout_s"):
-        registered_servers(tmp_path, 0.0, "server")
+        launch.registered_servers(tmp_path, 0.0, "server")
     register(tmp_path, 2, 1)
-    servers = registered_servers(tmp_path, 0.0, "server")
+    servers = launch.registered_servers(tmp_path, 0.0, "server")
     assert [(server.name, server.url) for server in servers] == [("2-1", "http://n2:1001"), ("10-0", "http://n10:1000")]
 
 
 def test_a_start_has_the_command_and_the_changes_of_the_environment(tmp_path: Path) -> None:
-    server = NodeServer(tmp_path, "0-1", "http://n0:1000", tmp_path / "log")
+    server = launch.NodeServer(tmp_path, "0-1", "http://n0:1000", tmp_path / "log")
     server.start(["serve", "1"], {**os.environ, "KEY": "secret"})
     file, state = tmp_path / "start-0-1.json", tmp_path / "state-0-1.json"
     assert file.stat().st_mode & 0o777 == 0o600
-    assert read_object(file) == {"command": ["serve", "1"], "environment": {"KEY": "secret"}, "starts": 1}
+    assert launch.read_object(file) == {"command": ["serve", "1"], "environment": {"KEY": "secret"}, "starts": 1}
     assert server.ended is None
-    write_object(state, {"starts": 1, "ended": "killed by SIGKILL"})
+    launch.write_object(state, {"starts": 1, "ended": "killed by SIGKILL"})
     assert server.ended == "killed by SIGKILL"
     server.restart()
-    assert read_object(file)["starts"] == 2 and server.ended is None  # its node has not answered yet
+    assert launch.read_object(file)["starts"] == 2 and server.ended is None  # its node has not answered yet

@@ -75,7 +75,6 @@ class FakeServer:
 
     def set(self, fault: str) -> None:
         self.fault = fault
-        assert self.http is not None
         self.http.drop = fault == "drops connections"
         if not fault:
             self.released.set()

@@ -161,7 +161,6 @@ class View:
     def __init__(self, runs: Path) -> None:
         self.runs = runs
         self.process = python("-m", "assay", "view", str(runs), "--port", "0", "--no-open", folder=runs.parent)
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         match = re.search(r"http://\S+", line)
         assert match, line + self.process.stdout.read()
