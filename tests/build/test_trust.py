@@ -164,8 +164,7 @@ def test_a_copy_of_trusted_code_in_another_folder_is_not_trusted(
 
 
 @pytest.mark.slow
-def test_runs_started_by_the_user_need_no_consent(tmp_path: Path, capsys) -> None:
-    small = SmallRuns(tmp_path)
+def test_runs_started_by_the_user_need_no_consent(small: SmallRuns, tmp_path: Path, capsys) -> None:
     assert small.train("--train.steps", 1) == 0
     assert small("eval", "run:small@last", "--eval.final_examples", 2) == 0
     assert small("train", "--resume", "small", "--train.steps", 2) == 0

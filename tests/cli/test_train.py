@@ -58,11 +58,6 @@ async def later(completion, answer):
 '''
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> SmallRuns:
-    return SmallRuns(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     """A finished run with judge workers, a warm start and all files."""

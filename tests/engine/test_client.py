@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from native_parts import MODES, Mode, assert_same_groups, engine_for, mixed_prompts, model_of
+from waiting import until
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, run_sync
 from assay.engine.base import Failed, Finished, RequestError, TokenChunk
@@ -334,10 +335,3 @@ def objects(*kinds: type) -> int:
     gc.collect()
     kinds = kinds or (Request, Completion, Finished, Failed, TokenChunk, asyncio.Future)
     return sum(type(one) in kinds for one in gc.get_objects())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.001)

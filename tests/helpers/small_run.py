@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class SmallRuns:
     def metrics(self, name: str = "small") -> list[dict[str, Any]]:
         lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+    def last_metrics(self, name: str = "small") -> dict[str, Any]:
+        """Of the last step of a run in progress; empty if there is none yet."""
+        with suppress(OSError, IndexError, ValueError):
+            return json.loads((self.runs / name / "metrics.jsonl").read_text().splitlines()[-1])
+        return {}
 
     def timeless(self, name: str = "small") -> list[dict[str, Any]]:
         """Metrics without times and memory, which are equal for runs with the same seed."""

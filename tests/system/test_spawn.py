@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from assay.system import spawn
 
@@ -78,9 +79,7 @@ def test_end_of_a_child(child: spawn.ChildProcess) -> None:
 
 def test_stop_kills_a_child_and_close_reports_it(child: spawn.ChildProcess) -> None:
     child.stop()
-    deadline = time.monotonic() + 30
-    while child.running and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not child.running, 30)
     child.stop()  # has no effect on a process that has ended
     assert child.close() == "killed by SIGKILL"
 

@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -446,15 +445,14 @@ def same_but_async(runs: SmallRuns, one: str, other: str, steps: int, monkeypatc
     ],
 )
 def test_without_staleness_a_run_equals_the_synchronous_one(
-    tmp_path: Path, words: list[object] | None, monkeypatch: pytest.MonkeyPatch
+    small: SmallRuns, words: list[object] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = SmallRuns(tmp_path)
     if words is None:
-        runs.config.write_text(GUESS)
+        small.config.write_text(GUESS)
     common = ["--save.every", 1, *(words or [])]
-    assert runs.train("--name", "sync", *common) == 0
-    assert runs.train("--name", "async", *common, "--source", "async", "--source.max_staleness", 0) == 0
-    same_but_async(runs, "sync", "async", runs.summary("sync")["steps"], monkeypatch)
+    assert small.train("--name", "sync", *common) == 0
+    assert small.train("--name", "async", *common, "--source", "async", "--source.max_staleness", 0) == 0
+    same_but_async(small, "sync", "async", small.summary("sync")["steps"], monkeypatch)
 
 
 def check_epoch(runs: SmallRuns) -> None:
@@ -465,12 +463,11 @@ def check_epoch(runs: SmallRuns) -> None:
     assert all(0 <= step - 1 - version_of(group) <= 2 for step, groups in found.items() for group in groups)
 
 
-def test_a_stale_run_trains_every_prompt_once_per_epoch(tmp_path: Path) -> None:
-    runs = SmallRuns(tmp_path)
-    assert runs.train("--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--eval.every", 2) == 0
-    rows = [row for row in runs.metrics() if "async/staleness" in row]
+def test_a_stale_run_trains_every_prompt_once_per_epoch(small: SmallRuns) -> None:
+    assert small.train("--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--eval.every", 2) == 0
+    rows = [row for row in small.metrics() if "async/staleness" in row]
     assert len(rows) == 8 and all(row["async/staleness_max"] <= 2 for row in rows)
-    check_epoch(runs)
+    check_epoch(small)
 
 
 ON_A_GPU = ["--device", "cuda", "--engine.kv_cache_gib", 1]
@@ -484,14 +481,13 @@ ON_A_GPU = ["--device", "cuda", "--engine.kv_cache_gib", 1]
         pytest.param([*ON_A_GPU, "--engine.name", "assay"], id="gpu of two processes", marks=pytest.mark.gpu),
     ],
 )
-def test_a_killed_run_resumes_with_its_queue(tmp_path: Path, where: list[object]) -> None:
-    runs = SmallRuns(tmp_path)
+def test_a_killed_run_resumes_with_its_queue(small: SmallRuns, where: list[object]) -> None:
     words = ["--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--save.every", 1, "--save.keep", 9]
-    process = runs.process("train", runs.config, *words, *where)
-    while not runs.checkpoint(3).exists():
+    process = small.process("train", small.config, *words, *where)
+    while not small.checkpoint(3).exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert runs.resume("small") == 0
-    check_epoch(runs)
+    assert small.resume("small") == 0
+    check_epoch(small)

@@ -113,10 +113,9 @@ def test_another_base_model_is_refused_on_resuming(small: SmallRuns, stderr_of: 
 
 
 @pytest.mark.slow
-def test_adapters_of_a_transformers_model_are_trained_and_resumed(tmp_path: Path) -> None:
+def test_adapters_of_a_transformers_model_are_trained_and_resumed(small: SmallRuns, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = SmallRuns(tmp_path)
     folder = gpt2_folder(tmp_path / "model")  # for its tokenizer
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +13,7 @@ import pytest
 import web_parts
 from permissions import public_folder, without_permission
 from starlette.testclient import TestClient
+from waiting import until
 from web_parts import answer, group_of, listed, make_run, prompt_of, standard_run
 
 from assay.runs import Run, write_rollouts
@@ -296,10 +296,7 @@ def test_runs_without_permission_are_named() -> None:
 
 
 def eventually(view: RunView, total: int) -> None:
-    deadline = time.monotonic() + 60
-    while listed(view)["total"] != total:
-        assert time.monotonic() < deadline, listed(view)["total"]
-        time.sleep(0.02)
+    until(lambda: listed(view)["total"] == total)
 
 
 def test_runs_are_indexed_in_a_thread_while_they_grow(tmp_path: Path) -> None:

@@ -284,10 +284,9 @@ def test_changed_bytes_in_arrays_are_noticed(view: RunView) -> None:
     assert rollout["tokens"] is None and "Bad CRC" in rollout["tokens_problem"] and rollout["text"] == "answer 0"
 
 
-def test_a_real_run(tmp_path: Path) -> None:
-    runs = SmallRuns(tmp_path)
-    assert runs.train("--eval.every", "1", "--sampling.temperature", "1.0") == 0
-    path = runs.runs / "small"
+def test_a_real_run(small: SmallRuns) -> None:
+    assert small.train("--eval.every", "1", "--sampling.temperature", "1.0") == 0
+    path = small.runs / "small"
     view = RunView("small", path)
     detail = view.detail()
     assert detail["problems"] == [] and detail["state"] == "finished" and detail["train_steps"] == [1, 2]

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_parts import small_decoder, small_spec
+from waiting import until
 
 from assay.config import ServerConfig, VLLMConfig
 from assay.engine.base import EngineOptions
@@ -92,9 +92,7 @@ def test_a_server_that_dies_later_is_reported() -> None:
     with servers() as launched:
         (url,) = start(launched)
         os.kill(launched.programs[url].pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while not launched.death(url):
-            assert time.monotonic() < deadline
+        until(lambda: bool(launched.death(url)), 30)
         assert launched.death(url).startswith("it ended (killed by SIGKILL)") and ".log)" in launched.hint(url)
 
 
