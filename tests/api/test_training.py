@@ -196,12 +196,7 @@ def test_data_comes_in_many_forms(tmp_path: Path) -> None:
 
 def test_arguments_become_settings_with_suggestions() -> None:
     given = {"lr": 1e-4, "optim": {"warmup": 3, "lr": 1.0}, "sft.args": {"a": 1}, "prompt": {}, "seed": None}
-    assert overrides_of(given, TrainConfig) == {
-        "optim.lr": 1e-4,
-        "optim.warmup": 3,
-        "sft.args": {"a": 1},
-        "prompt": {},
-    }
+    assert overrides_of(given, TrainConfig) == {"optim.lr": 1e-4, "optim.warmup": 3, "sft.args": {"a": 1}, "prompt": {}}
     for wrong, message in (
         ({"stpes": 3}, "did you mean 'steps'"),
         ({"rewards": print}, "did you mean 'reward'"),

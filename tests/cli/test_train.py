@@ -313,8 +313,7 @@ def test_bad_input_is_one_line_and_writes_no_files(
 
 
 @pytest.mark.parametrize(
-    ("function", "workers", "message"),
-    [("not_a_number", 0, "nan"), ("hangs", 1, "reward.timeout_s")],
+    ("function", "workers", "message"), [("not_a_number", 0, "nan"), ("hangs", 1, "reward.timeout_s")]
 )
 def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], function: str, workers: int, message: str

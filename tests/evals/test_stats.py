@@ -115,9 +115,7 @@ def sign_flip_by_enumeration(differences: np.ndarray) -> float:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    counts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=9),
-)
+@given(counts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=9))
 def test_paired_test_equals_enumeration_of_signs(counts: list[tuple[int, int]]) -> None:
     before = np.array([b / 4 for b, _ in counts])
     after = np.array([a / 6 for _, a in counts])  # the numbers of samples may differ

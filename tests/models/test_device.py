@@ -56,12 +56,7 @@ def test_auto_dtype_is_bfloat16_only_where_the_gpu_computes_in_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("parameters", "cores", "threads"),
-    [
-        (860_000, 64, 1),
-        (28_900_000, 64, 5),
-        (134_500_000, 2, 2),
-        (1_500_000_000, 64, 64),
-    ],
+    [(860_000, 64, 1), (28_900_000, 64, 5), (134_500_000, 2, 2), (1_500_000_000, 64, 64)],
 )
 def test_small_models_use_fewer_threads_than_cores(parameters: int, cores: int, threads: int) -> None:
     assert module.choose_threads(parameters, cores) == threads

@@ -111,11 +111,7 @@ def test_wrong_countdown_solutions_have_a_reason(expression: str, why: str) -> N
 
 @pytest.mark.parametrize(
     ("expression", "nums", "target"),
-    [
-        ("8/(3-8/3)", [3, 3, 8, 8], 24),
-        (r"\frac{8}{3-\frac{8}{3}}", [3, 3, 8, 8], 24),
-        ("1/3+1/3+1/3", [1, 3] * 3, 1),
-    ],
+    [("8/(3-8/3)", [3, 3, 8, 8], 24), (r"\frac{8}{3-\frac{8}{3}}", [3, 3, 8, 8], 24), ("1/3+1/3+1/3", [1, 3] * 3, 1)],
 )
 def test_countdown_arithmetic_is_exact(expression: str, nums: list[int], target: int) -> None:
     assert judge(expression, {"nums": nums, "target": target})[0] is Status.OK

@@ -15,16 +15,7 @@ import httpx
 import openai
 import pytest
 import torch
-from serve_parts import (
-    NAME,
-    RunningServer,
-    byte_tokenizer,
-    metric_of,
-    renderer,
-    serving,
-    tiny_model,
-    until,
-)
+from serve_parts import NAME, RunningServer, byte_tokenizer, metric_of, renderer, serving, tiny_model, until
 
 from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.engine.base import TokenChunk

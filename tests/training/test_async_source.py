@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -318,23 +319,30 @@ def test_dropped_groups_are_replaced_if_the_algorithm_resamples(make_parts: Any)
         return [group for group in groups if group not in dropped], dropped
 
     parts.source.algo.keep = keep
-    ended = threading.Event()
-    thread = threading.Thread(target=finish_all, args=(parts.stream, ended))
-    thread.start()
-    try:
+    with finishing(parts.stream, lambda numbers: numbers):
         while not parts.source.schedule.done(parts.state):
             assert len(parts.source.next(parts.state).groups) == PROMPTS
             parts.state.step += 1
-    finally:
-        ended.set()
-        thread.join()
     assert len(drops) == 3 and parts.state.answers == 3 * (PROMPTS + 1) * 2
 
 
-def finish_all(stream: ScriptedStream, ended: threading.Event) -> None:
-    while not ended.wait(0.001):
-        if stream.numbers:
-            stream.finish()
+@contextmanager
+def finishing(stream: ScriptedStream, chosen: Callable[[list[int]], Sequence[int]]) -> Iterator[None]:
+    """Groups finish in another thread: those that `chosen` returns of the unfinished ones."""
+    ended = threading.Event()
+
+    def finish() -> None:
+        while not ended.wait(0.001):
+            if numbers := stream.numbers:
+                stream.finish(*chosen(numbers))
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_slow_group_is_restarted_with_its_seed_and_then_waited_for(make_parts: Any) -> None:
@@ -358,27 +366,13 @@ def test_a_slow_group_is_restarted_with_its_seed_and_then_waited_for(make_parts:
 def test_every_group_is_trained_once_and_none_is_too_stale(make_parts: Any) -> None:
     parts, draw = make_parts(max_staleness=2, steps=40), random.Random(2)
     trained: list[str] = []
-    stop = threading.Event()
-
-    def finish_some() -> None:
-        while not stop.is_set():
-            time.sleep(0.001)
-            numbers = parts.stream.numbers
-            if numbers:
-                parts.stream.finish(draw.choice(numbers))
-
-    thread = threading.Thread(target=finish_some)
-    thread.start()
-    try:
+    with finishing(parts.stream, lambda numbers: [draw.choice(numbers)]):
         while not parts.source.schedule.done(parts.state):
             sampled = parts.source.next(parts.state)
             assert len(sampled.groups) == PROMPTS
             assert all(0 <= parts.state.step - version_of(group) <= 2 for group in sampled.groups)
             trained += [group.prompt.id for group in sampled.groups]
             parts.state.step += 1
-    finally:
-        stop.set()
-        thread.join()
     assert Counter(trained) == Counter(prompt.id for prompt in PromptStream(TASK.prompts("train"), 0).next(120))
 
 

@@ -227,10 +227,6 @@ def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypat
         assert all(found[name].equal(tensor) for name, tensor in TENSORS.items())
 
 
-def test_a_plain_module_is_not_sharded() -> None:
-    assert not parallel.is_sharded(nn.Linear(2, 2))
-
-
 def moments(found: Updater) -> dict[str, Tensor]:
     tensors = optimizer_tensors(found.policy.named_parameters(), found.optimizer)
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}

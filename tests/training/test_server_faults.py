@@ -90,7 +90,7 @@ class Node:
 
 
 SERVER_FAULTS = [
-    *("dies", "restarts empty", "hangs", "refuses connections", "loses all connections", "returns garbage", "is slow"),
+    *("dies", "restarts empty", "hangs", "refuses connections", "loses all connections", "returns garbage", "is slow")
 ]
 LEARNER_FAULTS = {"the learner is killed": signal.SIGKILL, "the learner is stopped": signal.SIGTERM}
 

@@ -119,9 +119,7 @@ def test_a_budget_below_one_block_is_an_error() -> None:
         cache_blocks(SPEC, 4, 96, CPU, torch.float32, (BLOCK - 1) / GIB)
 
 
-def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 100 * GIB)
     assert cache_blocks(SPEC, 4, 96, CPU, torch.float32, 0.0) == 4 * 96 // BLOCK_SIZE
     assert cache_blocks(SPEC, 4, 97, CPU, torch.float32, 0.0) == 4 * (96 // BLOCK_SIZE + 1)
