@@ -212,9 +212,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_doctor_and_compare_show_what_the_commands_print(
-    small: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_and_compare_show_what_the_commands_print(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     small("doctor", small.config, "--optim.lr", 100)
     printed = capsys.readouterr().out

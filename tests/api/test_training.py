@@ -254,7 +254,7 @@ def test_errors_name_arguments_instead_of_options() -> None:
     assert in_python_words("start vLLM with --enable-sleep-mode") == "start vLLM with --enable-sleep-mode"
 
 
-def test_a_transformers_model_is_trained(small: dict[str, Any], tmp_path: Path) -> None:
+def test_a_transformers_model_is_trained(small: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     first = assay.train(**small, reward=lambda completion, answer: 0.0)

@@ -364,7 +364,7 @@ def test_settings_of_the_command_replace_those_that_need_consent(tmp_path: Path)
             run.check_settings()
 
 
-def test_trust_includes_settings_that_were_changed_by_a_command(tmp_path: Path) -> None:
+def test_trust_includes_settings_that_were_changed_by_a_command() -> None:
     before, after, other = (load_settings(TrainConfig, None, {"judge.url": f"http://{name}"}) for name in "abc")
     trust.extend_trust(before, after)  # not trusted
     assert not trust.is_trusted(after)

@@ -347,7 +347,7 @@ def test_a_job_without_engine_nodes_ignores_those_of_another_job(
 
 
 def test_the_output_of_sbatch_is_printed(
-    cluster: Path, stdout_of: Callable[..., str], stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    cluster: Path, stdout_of: Callable[..., str], stderr_of: Callable[..., str]
 ) -> None:
     sbatch = cluster / "tools" / "sbatch"
     sbatch.write_text('#!/bin/bash\n[[ $1 == tiny.sbatch ]] && echo "Submitted batch job 5"\n')

@@ -337,7 +337,7 @@ def test_only_settings_of_one_host_may_differ(tmp_path: Path) -> None:
     assert {key for key in found[0] if found[0][key] != found[1][key]} == {"reward.function"}  # its code differs
 
 
-def test_descriptions_of_code_and_prompts_are_equal_in_every_process(tmp_path: Path) -> None:
+def test_descriptions_of_code_and_prompts_are_equal_in_every_process() -> None:
     assert parallel.code_versions() == parallel.code_versions() and len(parallel.code_versions()) == 9
     one = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {4}})
     same = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {5}})
