@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +131,11 @@ def no_curves() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "draw_curves", lambda path: None)
         yield
+
+
+@pytest.fixture
+def small(tmp_path: Path, no_curves: None, one_thread: None) -> Any:
+    """A folder for runs of a nano model."""
+    from small_run import SmallRuns
+
+    return SmallRuns(tmp_path)

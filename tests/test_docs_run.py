@@ -211,9 +211,7 @@ def test_the_chat_template_of_models_md_renders_prompts(folder: Path) -> None:
     assert prompt.startswith("System: Think, then answer.\nUser: ") and prompt.endswith("\nAssistant:")
 
 
-def test_the_settings_of_curriculum_md_filter_prompts_and_stop_early(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_settings_of_curriculum_md_filter_prompts_and_stop_early(folder: Path) -> None:
     parts = blocks(ROOT / "docs" / "guides" / "curriculum.md", "toml")
     (folder / "run.toml").write_text(SMALL + 'task = {name = "abacus", args = {train_size = 4}}\n' + "\n".join(parts))
     words = ["--train.prompts", "2", "--train.samples", "2", "--eval.final_examples", "2"]

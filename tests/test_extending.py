@@ -131,7 +131,6 @@ def renamed_config(folder: Path, title: str, name: str) -> Path:
     own, _ = section(title)
     (file,) = write_named(own, "toml", folder)
     path = re.search(r'"(\w+\.py:\w+)"', file.read_text())
-    assert path is not None
     small = CONFIG.format(folder=folder) if title == ENGINE else ""
     file.write_text(small + file.read_text().replace(path[1], name))
     return file

@@ -14,6 +14,7 @@ import process_tree
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing
+from waiting import until
 
 from assay import mesh
 from assay.mesh import Heartbeat, Peer
@@ -47,20 +48,13 @@ class Ranks:
         return file.read_text() if file.exists() else ""
 
     def wait_for(self, text: str, rank: int) -> None:
-        wait_until(lambda: text in self.said(rank))
+        until(lambda: text in self.said(rank))
 
     def close(self) -> None:
         for process in self.started:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
-
-
-def wait_until(condition: Callable[[], bool], within: float = 60) -> None:
-    until = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -132,7 +126,7 @@ def hold_store(folder: Path, _: int) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
 def test_an_unreachable_store_ends_the_ranks(ranks: Ranks, tmp_path: Path, signum: signal.Signals) -> None:
     holder = ranks.start(hold_store)
-    wait_until((tmp_path / "port").exists)
+    until((tmp_path / "port").exists)
     ranks.store = dist.TCPStore("127.0.0.1", int((tmp_path / "port").read_text()))
     pair = ranks.beating(2, timeout_s=3)
     os.kill(holder.pid, signum)
@@ -143,8 +137,8 @@ def test_an_unreachable_store_ends_the_ranks(ranks: Ranks, tmp_path: Path, signu
 
 def compute(*args: object) -> None:
     start_beating(*args)  # type: ignore[arg-type]
-    until = time.monotonic() + 4
-    while time.monotonic() < until:
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
         (torch.rand(700, 700) @ torch.rand(700, 700)).sum()
         sum(range(2_000_000))
 

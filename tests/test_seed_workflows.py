@@ -211,7 +211,6 @@ def test_dr_grpo(tmp_path: Path, workflow_of: Callable[[str], Workflow]) -> None
     for step in (1, 2):
         assert group_means_are_subtracted(workflow.runs / "dr_grpo", step)
     for verdict in (rollout.verdict for rollout in workflow.rollouts("dr_grpo", 1, 2)):
-        assert verdict is not None
         accuracy, form, brief = (verdict.parts[part] for part in ("accuracy", "format", "length"))
         assert verdict.reward == pytest.approx(accuracy + 0.4 * form - 0.5 * brief) and accuracy in (-1, 1)
     assert any(workflow.metrics("dr_grpo", "optim/grad_norm"))

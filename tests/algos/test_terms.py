@@ -17,19 +17,6 @@ from torch import Tensor
 from assay.algos import Algorithm, LossTerm, TermOutput, TokenInput, terms
 from assay.algos.component import LossBatch, metrics
 from assay.algos.recipes import RECIPES, make_algorithm
-from assay.algos.terms import (
-    LOSSES,
-    TERMS,
-    EntropyControl,
-    cispo,
-    clip_cov,
-    dual_clip,
-    kl_cov,
-    over_sequences,
-    ppo_clip,
-    reinforce,
-    sequence_logprobs,
-)
 from assay.config import AlgoConfig, NonNegative, Section
 from assay.types import UserError
 
@@ -142,14 +129,14 @@ def test_reference_kl_is_absent_without_a_coefficient() -> None:
 
 
 def test_adaptive_entropy_coefficient_grows_below_the_target_and_is_not_applied_above() -> None:
-    control = EntropyControl(0.0)
+    control = terms.EntropyControl(0.0)
     seen = []
     for entropy in (0.5, 0.19, 0.2, 0.1, 0.3, 0.15):
         control = control.after(entropy, 0.2, 0.005)
         seen.append((round(control.coef, 6), round(control.applied(0.2), 6)))
     assert seen == [(0, 0), (0.005, 0.005), (0.01, 0.01), (0.015, 0.015), (0.01, 0), (0.015, 0.015)]
-    assert EntropyControl(0.999).after(0.0, 0.2, 0.005).coef == 1.0
-    assert EntropyControl(0.3).applied(0.2) == 0.3  # nothing measured yet
+    assert terms.EntropyControl(0.999).after(0.0, 0.2, 0.005).coef == 1.0
+    assert terms.EntropyControl(0.3).applied(0.2) == 0.3  # nothing measured yet
 
 
 def test_adaptive_entropy_coefficient_follows_the_target_and_is_restored_by_load_state_dict() -> None:
@@ -191,11 +178,10 @@ def test_ppo_clip_value_gradient_and_statistics(tokens: list[tuple[float, float]
     tokens = [t for t in tokens if min(abs(math.exp(t[0]) - 1 + low), abs(math.exp(t[0]) - 1 - high)) > 1e-9]
     behaviour = column([-1.0] * len(tokens))
     logprobs = column([log_ratio - 1.0 for log_ratio, _ in tokens], grad=True)
-    losses, stats = ppo_clip(logprobs, behaviour, column([a for _, a in tokens]), low, high)
+    losses, stats = terms.ppo_clip(logprobs, behaviour, column([a for _, a in tokens]), low, high)
     losses.sum().backward()
     expected = [ppo_value_and_slope(math.exp(log_ratio), a, low, high) for log_ratio, a in tokens]
     assert losses.tolist() == pytest.approx([value for value, _ in expected], abs=1e-12)
-    assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([slope for _, slope in expected], abs=1e-12)
     clipped = [slope == 0.0 and a != 0 for (_, slope), (_, a) in zip(expected, tokens, strict=True)]
     assert stats["clip_fraction"].tolist() == clipped
@@ -214,8 +200,8 @@ def test_dual_clip_limits_the_ratio_of_negative_advantages(tokens: list[tuple[fl
     tokens = [t for t in tokens if min(abs(math.exp(t[0]) - kink) for kink in kinks) > 1e-9]
     logprobs = column([log_ratio for log_ratio, _ in tokens], grad=True)
     advantages = column([a for _, a in tokens])
-    losses, limited = dual_clip(
-        ppo_clip(logprobs, column([0.0] * len(tokens)), advantages, 0.2, 0.28)[0], advantages, limit
+    losses, limited = terms.dual_clip(
+        terms.ppo_clip(logprobs, column([0.0] * len(tokens)), advantages, 0.2, 0.28)[0], advantages, limit
     )
     losses.sum().backward()
     expected = []
@@ -225,7 +211,6 @@ def test_dual_clip_limits_the_ratio_of_negative_advantages(tokens: list[tuple[fl
         else:
             expected.append(ppo_value_and_slope(math.exp(log_ratio), a, 0.2, 0.28))
     assert losses.tolist() == pytest.approx([value for value, _ in expected], abs=1e-12)
-    assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([slope for _, slope in expected], abs=1e-12)
     assert limited.tolist() == [a < 0 and math.exp(log_ratio) > limit for log_ratio, a in tokens]
 
@@ -236,12 +221,11 @@ def test_cispo_weights_by_the_clipped_ratio_and_keeps_all_gradients(
     tokens: list[tuple[float, float]], high: float
 ) -> None:
     logprobs = column([log_ratio - 1.0 for log_ratio, _ in tokens], grad=True)
-    losses, stats = cispo(logprobs, column([-1.0] * len(tokens)), column([a for _, a in tokens]), 0.5, high)
+    losses, stats = terms.cispo(logprobs, column([-1.0] * len(tokens)), column([a for _, a in tokens]), 0.5, high)
     losses.sum().backward()
     weights = [min(max(math.exp(log_ratio), 0.5), 1 + high) for log_ratio, _ in tokens]
     expected = [-w * a * (log_ratio - 1) for w, (log_ratio, a) in zip(weights, tokens, strict=True)]
     assert losses.tolist() == pytest.approx(expected, abs=1e-12)
-    assert logprobs.grad is not None
     slopes = [-w * a for w, (_, a) in zip(weights, tokens, strict=True)]
     assert logprobs.grad.tolist() == pytest.approx(slopes, abs=1e-12)
     outside = [not 0.5 <= math.exp(log_ratio) <= 1 + high for log_ratio, _ in tokens]
@@ -251,7 +235,7 @@ def test_cispo_weights_by_the_clipped_ratio_and_keeps_all_gradients(
 def test_on_policy_ppo_has_the_gradient_of_reinforce() -> None:
     advantages = column([0.7, -1.3, 0.0, 2.0])
     slopes = []
-    for loss in (reinforce, ppo_clip, cispo):
+    for loss in (terms.reinforce, terms.ppo_clip, terms.cispo):
         logprobs = column([-0.1, -2.0, -3.0, -0.5], grad=True)
         loss(logprobs, logprobs.detach().clone(), advantages, 0.2, 0.2)[0].sum().backward()
         slopes.append(logprobs.grad)
@@ -262,17 +246,16 @@ def test_on_policy_ppo_has_the_gradient_of_reinforce() -> None:
 
 def test_infinite_clip_bounds_give_the_unclipped_ratio() -> None:
     log_ratios, advantages = column([2.0, -2.0, 1.0]), column([1.0, -1.0, -1.0])
-    losses, stats = ppo_clip(log_ratios, column([0.0] * 3), advantages, math.inf, math.inf)
+    losses, stats = terms.ppo_clip(log_ratios, column([0.0] * 3), advantages, math.inf, math.inf)
     torch.testing.assert_close(losses, -log_ratios.exp() * advantages)
     assert not stats["clip_fraction"].any()
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(terms.LOSSES))
 def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
     logprobs = torch.tensor([0.0, -500.0], requires_grad=True)
-    losses, _ = LOSSES[name](logprobs, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, -1.0]), 0.2, 0.2)
+    losses, _ = terms.LOSSES[name](logprobs, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, -1.0]), 0.2, 0.2)
     losses.sum().backward()
-    assert logprobs.grad is not None
     assert losses.isfinite().all()
     assert logprobs.grad.isfinite().all()
 
@@ -309,7 +292,7 @@ def test_gspo_equals_ppo_with_sequence_ratios(seed: int) -> None:
     counts = torch.tensor(LENGTHS)
     weights = (1 / (4 * counts.clamp(min=1))).double().repeat_interleave(counts)
     each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(counts)
-    losses, stats = ppo_clip(sequence_logprobs(logprobs, behaviour, LENGTHS), behaviour, each, 0.05, 0.1)
+    losses, stats = terms.ppo_clip(terms.sequence_logprobs(logprobs, behaviour, LENGTHS), behaviour, each, 0.05, 0.1)
     total = (weights * losses).sum()
     (slope,) = torch.autograd.grad(total, logprobs)
     torch.testing.assert_close(total, expected)
@@ -321,10 +304,10 @@ def test_gspo_equals_ppo_with_sequence_ratios(seed: int) -> None:
 
 def test_sequence_reductions_of_an_empty_batch() -> None:
     nothing = torch.zeros(0)
-    assert over_sequences(nothing, [], torch.mean).tolist() == []
-    assert over_sequences(nothing, [0, 0], torch.sum).tolist() == []
+    assert terms.over_sequences(nothing, [], torch.mean).tolist() == []
+    assert terms.over_sequences(nothing, [0, 0], torch.sum).tolist() == []
     with pytest.raises(AssertionError, match="whole"):
-        over_sequences(torch.ones(3), [2], torch.sum)
+        terms.over_sequences(torch.ones(3), [2], torch.sum)
 
 
 def tokens(count: int = 200, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,7 +328,7 @@ def test_kl_cov_selects_the_largest_covariances(fraction: float) -> None:
     values = by_hand(logprobs, advantages)
     count = max(int(fraction * 200), 1)
     largest = sorted(range(200), key=lambda i: -values[i])[:count]
-    marked = kl_cov(logprobs, advantages, fraction, 0.0, 0.0)
+    marked = terms.kl_cov(logprobs, advantages, fraction, 0.0, 0.0)
     assert {i for i, chosen in enumerate(marked.tolist()) if chosen} == set(largest)
 
 
@@ -353,16 +336,16 @@ def test_clip_cov_samples_within_the_bounds() -> None:
     logprobs, advantages = tokens()
     values = by_hand(logprobs, advantages)
     within = {i for i, value in enumerate(values) if 0.5 <= value <= 2.0}
-    marked = clip_cov(logprobs, advantages, 0.05, 0.5, 2.0)
+    marked = terms.clip_cov(logprobs, advantages, 0.05, 0.5, 2.0)
     chosen = {i for i, one in enumerate(marked.tolist()) if one}
     assert chosen < within and len(chosen) == 10
     assert chosen != set(sorted(within)[:10])  # drawn, not the first ones
-    assert clip_cov(logprobs, advantages, 0.05, 0.5, 2.0).equal(marked)  # and the same when a run is resumed
-    assert set(clip_cov(logprobs, advantages, 1.0, 0.5, 2.0).nonzero().squeeze(1).tolist()) == within
-    assert not clip_cov(logprobs, advantages, 0.5, 1e6, 1e7).any()
+    assert terms.clip_cov(logprobs, advantages, 0.05, 0.5, 2.0).equal(marked)  # and the same when a run is resumed
+    assert set(terms.clip_cov(logprobs, advantages, 1.0, 0.5, 2.0).nonzero().squeeze(1).tolist()) == within
+    assert not terms.clip_cov(logprobs, advantages, 0.5, 1e6, 1e7).any()
 
 
-@pytest.mark.parametrize("choose", [kl_cov, clip_cov])
+@pytest.mark.parametrize("choose", [terms.kl_cov, terms.clip_cov])
 def test_covariance_selection_of_no_tokens_is_empty(choose) -> None:
     assert choose(torch.zeros(0), torch.zeros(0), 0.1, 0.0, 1.0).tolist() == []
 
@@ -471,5 +454,5 @@ def test_path_without_a_loader_is_rejected() -> None:
 
 def test_each_built_in_term_is_registered_once_and_reads_settings_of_the_algorithm() -> None:
     built_in = {cls for cls in vars(terms).values() if isinstance(cls, type) and issubclass(cls, LossTerm)}
-    assert {*TERMS} == built_in - {LossTerm} and len({cls.name for cls in TERMS}) == len(TERMS)
-    assert all(issubclass(AlgoConfig, cls.section) for cls in TERMS)
+    assert {*terms.TERMS} == built_in - {LossTerm} and len({cls.name for cls in terms.TERMS}) == len(terms.TERMS)
+    assert all(issubclass(AlgoConfig, cls.section) for cls in terms.TERMS)

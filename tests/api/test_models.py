@@ -199,7 +199,6 @@ def test_a_server_ends_with_its_block_or_its_program(small: SmallRuns, tmp_path:
     command = [sys.executable, "-c", program, str(small.checkpoint(2) / "model")]
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed program leaves the log
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert answers(url)
         process.kill()
@@ -213,9 +212,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_doctor_and_compare_show_what_the_commands_print(
-    small: SmallRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_and_compare_show_what_the_commands_print(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     small("doctor", small.config, "--optim.lr", 100)
     printed = capsys.readouterr().out

@@ -18,11 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLAY: dict[str, Any] = {"replay.capacity": 5, "train.steps": 4, "save.every": 2, "eval.every": 2}
 
 
-@pytest.fixture
-def small(tmp_path: Path, no_curves: None) -> SmallRuns:
-    return SmallRuns(tmp_path)
-
-
 class Stop(Exception):
     pass
 

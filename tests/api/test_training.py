@@ -196,12 +196,7 @@ def test_data_comes_in_many_forms(tmp_path: Path) -> None:
 
 def test_arguments_become_settings_with_suggestions() -> None:
     given = {"lr": 1e-4, "optim": {"warmup": 3, "lr": 1.0}, "sft.args": {"a": 1}, "prompt": {}, "seed": None}
-    assert overrides_of(given, TrainConfig) == {
-        "optim.lr": 1e-4,
-        "optim.warmup": 3,
-        "sft.args": {"a": 1},
-        "prompt": {},
-    }
+    assert overrides_of(given, TrainConfig) == {"optim.lr": 1e-4, "optim.warmup": 3, "sft.args": {"a": 1}, "prompt": {}}
     for wrong, message in (
         ({"stpes": 3}, "did you mean 'steps'"),
         ({"rewards": print}, "did you mean 'reward'"),
@@ -259,7 +254,7 @@ def test_errors_name_arguments_instead_of_options() -> None:
     assert in_python_words("start vLLM with --enable-sleep-mode") == "start vLLM with --enable-sleep-mode"
 
 
-def test_a_transformers_model_is_trained(small: dict[str, Any], tmp_path: Path) -> None:
+def test_a_transformers_model_is_trained(small: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     first = assay.train(**small, reward=lambda completion, answer: 0.0)

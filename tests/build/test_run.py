@@ -77,7 +77,7 @@ def test_a_run_with_a_custom_engine_equals_one_with_the_engine_that_it_wraps(sma
     assert 'name = "my_engine.py:make"' in (small.runs / "own" / "config.toml").read_text()
 
 
-def test_a_custom_engine_serves_evaluations_and_resumed_runs(small: SmallRuns, capsys: pytest.CaptureFixture) -> None:
+def test_a_custom_engine_serves_evaluations_and_resumed_runs(small: SmallRuns) -> None:
     assert small.train("--engine.name", "my_engine.py:make", "--train.steps", 1) == 0
     assert small.resume("small", "--train.steps", 2) == 0
     assert checkpoints.last(small.runs / "small") == 2
@@ -115,7 +115,7 @@ def test_missing_capabilities_are_reported_once_and_their_metrics_left_out(
     assert not any("sampling/entropy" in row or "sampling/kept_mass" in row for row in rows)
 
 
-def test_a_warm_start_alone_needs_no_log_probabilities(small: SmallRuns, capsys: pytest.CaptureFixture) -> None:
+def test_a_warm_start_alone_needs_no_log_probabilities(small: SmallRuns) -> None:
     words = ["--train.steps", 0, "--sft.steps", 2, "--sft.batch", 4]
     assert small.train("--engine.name", "my_engine.py:no_logprobs", *words) == 0
 

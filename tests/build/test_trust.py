@@ -164,8 +164,7 @@ def test_a_copy_of_trusted_code_in_another_folder_is_not_trusted(
 
 
 @pytest.mark.slow
-def test_runs_started_by_the_user_need_no_consent(tmp_path: Path, capsys) -> None:
-    small = SmallRuns(tmp_path)
+def test_runs_started_by_the_user_need_no_consent(small: SmallRuns, tmp_path: Path, capsys) -> None:
     assert small.train("--train.steps", 1) == 0
     assert small("eval", "run:small@last", "--eval.final_examples", 2) == 0
     assert small("train", "--resume", "small", "--train.steps", 2) == 0
@@ -277,7 +276,6 @@ def test_what_any_setting_names_is_used_only_with_consent(tmp_path: Path) -> Non
         value = values.get(key, {"x": "m:f"} if get_origin(field.annotation) is dict else "m:f")
         cfg = load_settings(TrainConfig, None, {key: value})
         run = trust.guard_run(cfg, tmp_path)
-        assert run is not None
         if resource is Resource.DATA:  # alone they cannot leave this machine
             run.check_settings()
             continue
@@ -294,7 +292,6 @@ def test_what_any_setting_names_is_used_only_with_consent(tmp_path: Path) -> Non
 def test_programs_without_confinement_need_consent(value: object, tmp_path: Path) -> None:
     part = {"name": "code", "args": {"allow_unconfined": value}}
     run = trust.guard_run(load_settings(TrainConfig, None, {"task.args": {"tasks": [part]}}), tmp_path)
-    assert run is not None
     with pytest.raises(UserError, match="runs programs"):
         run.check_settings()
 
@@ -305,7 +302,6 @@ def test_plain_runs_of_other_people_need_no_consent(tmp_path: Path) -> None:
     own.write_text("text")
     for settings in ({}, {"engine": "vllm"}, {"prompt.system_file": str(own), "task.path": str(tmp_path)}):
         run = trust.guard_run(load_settings(TrainConfig, None, settings), own.parent)
-        assert run is not None
         run.check_settings()
 
 
@@ -324,12 +320,10 @@ def test_all_spellings_of_a_path_out_of_the_run_folder_need_consent(
     paths = [str(secret), "../secret.txt", f"{folder}/../secret.txt", "~/secret.txt", "link.txt", "up/secret.txt"]
     for path in [*paths, "inner", f"{folder}/link.txt", "up/gift/link.txt"]:
         run = trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
-        assert run is not None
         with pytest.raises(UserError, match="system_file"):
             run.check_settings()
     for path in ("inner/deep/../other.txt", "up/gift/other.txt", "~/gift/other.txt", f"{folder}/other.txt", "loop"):
         run = trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
-        assert run is not None
         run.check_settings()
 
 
@@ -363,7 +357,6 @@ def test_settings_of_the_command_replace_those_that_need_consent(tmp_path: Path)
         ({"judge.url": "http://own", "judge.api_key_env": ""}, False),
     ):
         run = trust.guard_run(cfg, tmp_path, typed=typed)
-        assert run is not None
         if asked:
             with pytest.raises(UserError, match="KEY"):
                 run.check_settings()
@@ -371,7 +364,7 @@ def test_settings_of_the_command_replace_those_that_need_consent(tmp_path: Path)
             run.check_settings()
 
 
-def test_trust_includes_settings_that_were_changed_by_a_command(tmp_path: Path) -> None:
+def test_trust_includes_settings_that_were_changed_by_a_command() -> None:
     before, after, other = (load_settings(TrainConfig, None, {"judge.url": f"http://{name}"}) for name in "abc")
     trust.extend_trust(before, after)  # not trusted
     assert not trust.is_trusted(after)

@@ -154,14 +154,8 @@ def test_a_run_folder_is_diagnosed_with_its_settings(tmp_path: Path) -> None:
 
 
 Changes = dict[str, Any]
-START: Changes = {
-    "length/mean": 40.0,
-    "optim/updates": 1.0,
-    "mismatch/kl": 1e-6,
-    "mismatch/logprob_abs_diff": 1e-4,
-    "policy/clip_fraction": 0.01,
-    "policy/kl": 0.02,
-}
+START: Changes = {"length/mean": 40.0, "optim/updates": 1.0, "policy/clip_fraction": 0.01, "policy/kl": 0.02}
+START |= {"mismatch/kl": 1e-6, "mismatch/logprob_abs_diff": 1e-4}
 # By cause: metrics of the later steps just beyond a threshold, metrics just short of it, and a key of the remedy.
 CASES: dict[str, tuple[Changes, Changes, str]] = {
     "entropy_collapse": ({"sampling/entropy": 0.04}, {"sampling/entropy": 0.06}, "optim.lr (now 1e-06)"),
@@ -246,15 +240,9 @@ def test_a_difference_that_grows_without_verified_syncs_means_stale_weights() ->
     assert names(always, CONFIG) == ["mismatch"]
 
 
-FALL: dict[str, Changes] = {
-    "gradient": {"optim/grad_norm": 1.1},
-    "length": {"length/mean": 10.0},
-    "entropy": {"sampling/entropy": 4.5},
-    "unreadable": {"status/unparsable": 0.6},
-    "cut off": {"length/truncated": 0.6},
-    "kl": {"policy/kl": 1.5},
-    "clip": {"policy/clip_fraction": 0.5},
-}
+SIGNS = {"optim/grad_norm": 1.1, "length/mean": 10.0, "sampling/entropy": 4.5, "status/unparsable": 0.6}
+SIGNS |= {"length/truncated": 0.6, "policy/kl": 1.5, "policy/clip_fraction": 0.5}
+FALL = {sign: {sign: value} for sign, value in SIGNS.items()}
 
 
 @pytest.mark.parametrize("sign", FALL)
@@ -269,13 +257,13 @@ def test_a_falling_reward_with_a_sign_of_instability_means_a_high_learning_rate(
 
 def test_a_fall_after_a_rise_is_compared_with_the_best_steps() -> None:
     high = steps(20, {**START, "reward/mean": 0.8}, first=FIRST + 1)
-    low = steps(8, {**START, **FALL["gradient"], "reward/mean": 0.45}, first=FIRST + 21)
+    low = steps(8, {**START, **FALL["optim/grad_norm"], "reward/mean": 0.45}, first=FIRST + 21)
     (cause,) = diagnose([*steps(FIRST, START), *high, *low], CONFIG)
     assert cause.name == "learning_rate_high" and "fell from 0.8" in cause.evidence
 
 
 def test_a_noisy_reward_does_not_count_as_a_fall() -> None:
-    noisy = [row | {"reward/mean": (0.05, 0.75)[row["step"] % 2]} for row in run(FALL["gradient"], 8)]
+    noisy = [row | {"reward/mean": (0.05, 0.75)[row["step"] % 2]} for row in run(FALL["optim/grad_norm"], 8)]
     assert not diagnose(noisy, CONFIG)
 
 

@@ -77,15 +77,11 @@ def test_questions_from_a_pipe_are_not_echoed(models: tuple[str, str], chat: Cha
     assert len(lines) == 4 + 2 + 6
 
 
-def test_a_prompt_longer_than_the_context_does_not_end_the_chat(models: tuple[str, str], chat: Chat) -> None:
-    code, out, err = chat(models[0], "--max", "4", stdin=f"{'Ann ' * CONTEXT}\n{QUESTION}\n")
-    assert code == 2 and len(out.splitlines()) == 1
-    assert f"{CONTEXT + 2} tokens fills the context of {CONTEXT}" in err
-
-
-def test_invalid_bytes_and_unknown_commands_do_not_end_the_chat(models: tuple[str, str], chat: Chat) -> None:
-    code, out, err = chat(models[0], "--max", "3", stdin=b"\xff\xfe Ann\n/nonsense\nAnn")
+def test_lines_that_cannot_be_answered_do_not_end_the_chat(models: tuple[str, str], chat: Chat) -> None:
+    stdin = b"Ann " * CONTEXT + b"\n\xff\xfe Ann\n/nonsense\nAnn"
+    code, out, err = chat(models[0], "--max", "3", stdin=stdin)
     assert code == 2 and len(out.splitlines()) == 2 and "unknown command '/nonsense'" in err
+    assert f"{CONTEXT + 2} tokens fills the context of {CONTEXT}" in err
 
 
 @pytest.mark.parametrize(
@@ -122,23 +118,11 @@ def test_a_model_without_a_chat_template(tmp_path: Path, chat: Chat) -> None:
 
 def test_a_checkpoint_uses_the_settings_of_its_run(models: tuple[str, str], tmp_path: Path, chat: Chat) -> None:
     config = """
-[task]
-name = "abacus"
-[task.args]
-max_start = 2
-max_steps = 2
-[prompt]
-system = "Ann has"
-[reward]
-wrong = -0.5
-unparsable = -0.5
-workers = 0
-[sampling]
-max_new_tokens = 5
-stop = [";"]
-[eval]
-temperature = 0.0
-max_new_tokens = 0
+task = {name = "abacus", args = {max_start = 2, max_steps = 2}}
+prompt.system = "Ann has"
+reward = {wrong = -0.5, unparsable = -0.5, workers = 0}
+sampling = {max_new_tokens = 5, stop = [";"]}
+eval = {temperature = 0.0, max_new_tokens = 0}
 """
     run = Run.create(tmp_path, "toy", config)
     with checkpoints.saving(run.path, 10) as folder:

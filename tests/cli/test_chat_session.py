@@ -17,18 +17,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from assay.cli import chat_screen
 from assay.cli.chat import ChatConfig
-from assay.cli.chat_screen import (
-    ChatModel,
-    Columns,
-    Played,
-    Reply,
-    ReplyStream,
-    Screen,
-    generate_replies,
-    summary_line,
-    verdict_line,
-)
 from assay.cli.chat_session import (
     ChatSession,
     TaskQuestions,
@@ -118,9 +108,9 @@ class Scripted:
 
 
 def scripted_session(engines: Sequence[Scripted], samples: int = 1, **reward: Any) -> ChatSession:
-    models = [ChatModel(f"model-{i}", Renderer(words()), engine) for i, engine in enumerate(engines)]
+    models = [chat_screen.ChatModel(f"model-{i}", Renderer(words()), engine) for i, engine in enumerate(engines)]
     cfg = ChatConfig.model_validate({"task": "abacus", "reward": {"workers": 0, **reward}})
-    return ChatSession(models, TaskQuestions(cfg, cfg), SamplingParams(n=samples), 0, Screen())
+    return ChatSession(models, TaskQuestions(cfg, cfg), SamplingParams(n=samples), 0, chat_screen.Screen())
 
 
 def test_each_model_has_its_own_history() -> None:
@@ -165,10 +155,12 @@ def session_with_env(settings: dict[str, Any], *engines: Scripted, limits: Limit
     cfg = ChatConfig.model_validate({"reward": {"workers": 0}, **settings})
     questions = TaskQuestions(cfg, cfg)
     env = questions.task(questions.default_task)
-    models = [ChatModel(f"model-{i}", Renderer(engine.tokenizer), engine) for i, engine in enumerate(engines)]
+    models = [
+        chat_screen.ChatModel(f"model-{i}", Renderer(engine.tokenizer), engine) for i, engine in enumerate(engines)
+    ]
     if answers_any_question(env):
-        models[0].played = Played(env, limits or Limits())
-    return ChatSession(models, questions, SamplingParams(), 0, Screen())
+        models[0].played = chat_screen.Played(env, limits or Limits())
+    return ChatSession(models, questions, SamplingParams(), 0, chat_screen.Screen())
 
 
 def test_each_model_answers_in_its_own_environment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,24 +347,24 @@ def renderer() -> Renderer:
 
 
 @pytest.fixture
-def chat_model(renderer: Renderer) -> Callable[[int], ChatModel]:
-    def make(seed: int) -> ChatModel:
+def chat_model(renderer: Renderer) -> Callable[[int], chat_screen.ChatModel]:
+    def make(seed: int) -> chat_screen.ChatModel:
         policy = build_preset("nano", renderer.tokenizer.vocab_size, 64, seed)
         options = {"device": "cpu", "dtype": torch.float32, "max_length": 64, "decode": renderer.decode}
         engine = make_engine("native", policy, **options)
-        return ChatModel(f"model-{seed}", renderer, engine)
+        return chat_screen.ChatModel(f"model-{seed}", renderer, engine)
 
     return make
 
 
-def stream_of(model: ChatModel) -> ReplyStream:
-    return ReplyStream(model, ASKED, model.prompt_ids(ASKED)[0], PARAMS, seed=5)
+def stream_of(model: chat_screen.ChatModel) -> chat_screen.ReplyStream:
+    return chat_screen.ReplyStream(model, ASKED, model.prompt_ids(ASKED)[0], PARAMS, seed=5)
 
 
 def ignore(*_: Any) -> None: ...
 
 
-def test_streamed_pieces_are_the_text_of_generate(chat_model: Callable[[int], ChatModel]) -> None:
+def test_streamed_pieces_are_the_text_of_generate(chat_model: Callable[[int], chat_screen.ChatModel]) -> None:
     models = [chat_model(1), chat_model(2)]
     streams = [stream_of(model) for model in models]
     pieces = [[""] * PARAMS.n for _ in models]
@@ -382,7 +374,7 @@ def test_streamed_pieces_are_the_text_of_generate(chat_model: Callable[[int], Ch
         pieces[stream][sample] += text
         order.append(stream)
 
-    generate_replies(streams, on_text)
+    chat_screen.generate_replies(streams, on_text)
     assert order != sorted(order)  # the models take turns
     for model, stream, texts in zip(models, streams, pieces, strict=True):
         ids, note = model.prompt_ids(ASKED)
@@ -393,10 +385,10 @@ def test_streamed_pieces_are_the_text_of_generate(chat_model: Callable[[int], Ch
 
 
 @pytest.mark.parametrize("stop", ["ctrl-c", KeyboardInterrupt, ValueError])
-def test_an_interrupted_reply_aborts_its_request(chat_model: Callable[[int], ChatModel], stop: Any) -> None:
+def test_an_interrupted_reply_aborts_its_request(chat_model: Callable[[int], chat_screen.ChatModel], stop: Any) -> None:
     model = chat_model(1)
     expected = stream_of(model)
-    generate_replies([expected], ignore)
+    chat_screen.generate_replies([expected], ignore)
     calls = []
 
     def interrupt(stream: int, sample: int, text: str, style: str) -> None:
@@ -410,9 +402,9 @@ def test_an_interrupted_reply_aborts_its_request(chat_model: Callable[[int], Cha
     handler = signal.getsignal(signal.SIGINT)
     if stop is ValueError:  # other errors are not taken for Ctrl-C
         with pytest.raises(ValueError):
-            generate_replies([stopped], interrupt)
+            chat_screen.generate_replies([stopped], interrupt)
     else:
-        generate_replies([stopped], interrupt)
+        chat_screen.generate_replies([stopped], interrupt)
         replies = stopped.replies()
         assert 5 <= len(calls) < 10 and all(reply.finish is None for reply in replies)
         for whole, part in zip(expected.replies(), replies, strict=True):
@@ -420,32 +412,32 @@ def test_an_interrupted_reply_aborts_its_request(chat_model: Callable[[int], Cha
     assert signal.getsignal(signal.SIGINT) is handler
     assert model.engine.step() == []
     again = stream_of(model)
-    generate_replies([again], ignore)
+    chat_screen.generate_replies([again], ignore)
     assert [reply.messages for reply in again.replies()] == [reply.messages for reply in expected.replies()]
 
 
-def test_a_rejected_request_has_an_error_and_no_replies(chat_model: Callable[[int], ChatModel]) -> None:
-    bad, good = ReplyStream(chat_model(1), ASKED, [10**6], PARAMS, 5), stream_of(chat_model(2))
-    generate_replies([bad, good], ignore)
+def test_a_rejected_request_has_an_error_and_no_replies(chat_model: Callable[[int], chat_screen.ChatModel]) -> None:
+    bad, good = chat_screen.ReplyStream(chat_model(1), ASKED, [10**6], PARAMS, 5), stream_of(chat_model(2))
+    chat_screen.generate_replies([bad, good], ignore)
     assert isinstance(bad.error, UserError) and "outside the vocabulary" in str(bad.error) and bad.replies() == []
     assert len(good.replies()) == PARAMS.n and good.error is None
 
 
 def test_verdict_lines() -> None:
     broken = Verdict(0.0, Status.ERROR, detail="division by zero")
-    assert verdict_line(broken, "18") == "error: nothing parsed, gold 18, reward 0 (division by zero)"
-    assert verdict_line(Verdict(0.25, Status.WRONG, parsed="x" * 100), "").endswith("xxx..., reward 0.25")
-    assert summary_line([broken]) == ""
+    assert chat_screen.verdict_line(broken, "18") == "error: nothing parsed, gold 18, reward 0 (division by zero)"
+    assert chat_screen.verdict_line(Verdict(0.25, Status.WRONG, parsed="x" * 100), "").endswith("xxx..., reward 0.25")
+    assert chat_screen.summary_line([broken]) == ""
 
 
-def test_models_are_shown_in_columns_with_verdicts(chat_model: Callable[[int], ChatModel]) -> None:
+def test_models_are_shown_in_columns_with_verdicts(chat_model: Callable[[int], chat_screen.ChatModel]) -> None:
     console = Console(width=100, height=40, force_terminal=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
-    def grade(_: ChatModel, replies: list[Reply]) -> None:
+    def grade(_: chat_screen.ChatModel, replies: list[chat_screen.Reply]) -> None:
         for reply in replies:
             reply.verdict = Verdict(0.5, Status.OK, parsed="12")
 
-    Columns(console, [stream_of(chat_model(1)), stream_of(chat_model(2))], gold="12").show(grade)
+    chat_screen.Columns(console, [stream_of(chat_model(1)), stream_of(chat_model(2))], gold="12").show(grade)
     lines = console.export_text().splitlines()
     assert any("model-1" in line and "model-2" in line for line in lines)
     assert any(line.count("ok: parsed 12, gold 12, reward 0.5") == 2 for line in lines)

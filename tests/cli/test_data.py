@@ -37,7 +37,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_prepared_files_round_trip(tmp_path, source, capsys):
+def test_prepared_files_round_trip(tmp_path, source):
     out = tmp_path / "out"
     words = ["prepare", "gsm8k", "--path", source, "--val-size", 10, "--eval-size", 20, "--seed", 5]
     assert assay_data(*words, "--out", out) == 0
@@ -62,10 +62,9 @@ def test_prepared_files_round_trip(tmp_path, source, capsys):
     words[-1] = 6
     assert assay_data(*words, "--out", again, "--force") == 0
     assert (again / "test20.jsonl").read_bytes() != (out / "test20.jsonl").read_bytes()
-    capsys.readouterr()
 
 
-def test_files_without_validation_have_all_train_problems(tmp_path, source, capsys):
+def test_files_without_validation_have_all_train_problems(tmp_path, source):
     out = tmp_path / "out"
     words = ("prepare", "gsm8k", "--path", source, "--out", out, "--force")
     for none in ((), ("--arg", "val_size=0"), ("--val-size", 0)):  # the first one writes a validation file
@@ -77,10 +76,9 @@ def test_files_without_validation_have_all_train_problems(tmp_path, source, caps
             task.prompts("validation")
     assert assay_data("prepare", "abacus", "--out", tmp_path / "made", "--val-size", 0, "--train-size", 3) == 0
     assert not (tmp_path / "made" / "validation.jsonl").exists()
-    capsys.readouterr()
 
 
-def test_default_sizes_of_prepared_files_fit_the_source(tmp_path, capsys):
+def test_default_sizes_of_prepared_files_fit_the_source(tmp_path):
     out, source = tmp_path / "out", write_source(tmp_path / "source", train=500)
     assert assay_data("prepare", "gsm8k", "--path", source, "--out", out) == 0
     sizes = {file.name: len(read(file)) for file in out.glob("*.jsonl")}
@@ -92,10 +90,9 @@ def test_default_sizes_of_prepared_files_fit_the_source(tmp_path, capsys):
     assert assay_data("prepare", "abacus", "--train-size", 600, "--out", tmp_path / "generated") == 0
     sizes = {file.name: len(read(file)) for file in (tmp_path / "generated").glob("*.jsonl")}
     assert sizes == {"train.jsonl": 600, "validation.jsonl": 500, "test500.jsonl": 500}
-    capsys.readouterr()
 
 
-def test_prepared_gsm8k_keeps_its_prompt_and_rejects_another(tmp_path, source, capsys):
+def test_prepared_gsm8k_keeps_its_prompt_and_rejects_another(tmp_path, source):
     out, again, alone = tmp_path / "out", tmp_path / "again", tmp_path / "alone.jsonl"
     wording = {"solution_style": "hash", "instruction": "Go."}
     sizes = ("--val-size", 10, "--eval-size", 20)
@@ -119,7 +116,6 @@ def test_prepared_gsm8k_keeps_its_prompt_and_rejects_another(tmp_path, source, c
     assert assay_data("check", "gsm8k", "--path", out) == 0
     with pytest.raises(UserError, match="remove annotations, or prepare it again with --arg annotations=true"):
         assay_data("show", "gsm8k", "--path", out, "--arg", "annotations=true")
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize("name", ["abacus", "countdown", "code"])
@@ -143,9 +139,8 @@ def test_a_single_file_is_shown_and_checked_whole(tmp_path, capsys):
     file.write_text("\n".join(map(json.dumps, rows)))
     assert assay_data("show", "jsonl", "--path", file, "-n", 20) == 0
     printed = capsys.readouterr().out
-    assert [line for line in printed.splitlines() if line.startswith("---")] == [
-        f"--- jsonl/all/{n}" for n in range(20)
-    ]
+    shown = [line for line in printed.splitlines() if line.startswith("---")]
+    assert shown == [f"--- jsonl/all/{n}" for n in range(20)]
     assert assay_data("show", "jsonl", "--path", file, "-n", 2, "--json") == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(prompt["id"], prompt["answer"]) for prompt in shown] == [("jsonl/all/0", "0"), ("jsonl/all/1", "2")]

@@ -132,8 +132,7 @@ def test_score_with_a_model_as_judge(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "did you mean 'judge.model'?" in capsys.readouterr().err
 
 
-def test_training_with_a_model_as_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = SmallRuns(tmp_path)
+def test_training_with_a_model_as_judge(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     judged = ["--reward.function", "", "--reward.functions", '["task", "judge"]', "--reward.weights", "[1, 0.5]"]
     with stub_endpoint(lambda body: str(len(body["messages"][0]["content"]) % 5 + 1), key=SECRET) as judge:
         words = ["--judge.url", judge.url, "--judge.model", "j", "--judge.rubric", "Short.", "--judge.cache", ""]

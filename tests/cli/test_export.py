@@ -56,11 +56,6 @@ def test_an_exported_checkpoint_has_the_same_weights_and_logits_in_transformers(
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "out"}
 
 
-def test_an_unknown_run_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "run:demo", str(tmp_path / "out"), "--dir", str(tmp_path)]) == 2
-    assert "unknown run 'demo'" in capsys.readouterr().err and not any(tmp_path.iterdir())
-
-
 def test_nothing_is_overwritten(source: Path, tmp_path: Path, stderr_of: Callable[..., str]) -> None:
     taken, file = tmp_path / "taken", tmp_path / "file"
     taken.mkdir()
@@ -181,6 +176,7 @@ def test_a_refused_push_writes_nothing(
         (["SOURCE", "out.gguf", "--dtype", "float32"], "--dtype is for"),
         (["SOURCE", "out", "--private"], "--push OWNER/NAME"),
         (["SOURCE", "taken.gguf"], "exists already"),
+        (["run:demo", "out"], "unknown run 'demo'"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(

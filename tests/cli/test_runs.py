@@ -19,16 +19,11 @@ from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn
 CONFIG = """
 name = "{name}"
 seed = 7
-[task]
-name = "abacus"
-[model]
-source = "preset:tiny"
-[algo]
-recipe = "grpo"
-[optim]
-lr = {lr}
-[train]
-steps = 240
+task.name = "abacus"
+model.source = "preset:tiny"
+algo.recipe = "grpo"
+optim.lr = {lr}
+train.steps = 240
 """
 SUMMARY = {
     "task": "abacus",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from small_run import SmallRuns
 
@@ -12,11 +10,6 @@ from assay.runs.metrics import draw_curves
 from assay.training import run
 
 STEPS = 40
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> SmallRuns:
-    return SmallRuns(tmp_path)
 
 
 @pytest.mark.slow

@@ -13,12 +13,12 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from assay.cli.main import main
 from assay.cli.slurm import seconds
@@ -75,61 +75,43 @@ def test_a_script_is_not_overwritten_by_another(folder: Path, capsys: pytest.Cap
     assert write("--nodes", 2, "--output", "other.sbatch") == 0
 
 
-BAD: dict[str, tuple[list[str], str]] = {
-    "no nodes": (["--nodes", "0"], "--nodes 0"),
-    "fewer than no GPUs": (["--gpus-per-node", "-1"], "--gpus-per-node -1"),
-    "no processes": (["--procs-per-node", "0"], "--procs-per-node 0"),
-    "processes and GPUs": (["--gpus-per-node", "2", "--procs-per-node", "4"], "one process per GPU"),
-    "no time to save": (["--grace", "10"], "--grace 10"),
-    "all day to save": (["--grace", "86400"], "at most 65535 seconds"),
-    "memory without a number": (["--mem", "lots"], "--mem lots"),
-    "a strange time": (["--time", "2 hours"], "--time 2 hours"),
-    "warned when it starts": (["--time", "3"], "more than 180 seconds"),
-    "two lines": (["--partition", "a\n#SBATCH --uid=0"], "line break"),
-    "no such setting": (["--train.stpes", "3"], "did you mean 'train.steps'"),
-    "a name that is a path": (["--name", "../up"], "cannot name a run"),
-    "nowhere to write": (["--output", "no/where.sbatch"], "cannot write no/where.sbatch"),
-    "no Slurm": (["--submit"], "sbatch is not installed"),
-    "no engine nodes": (["--engines", "0", "--engine", "assay"], "--engines 0"),
-    "engine nodes for an engine in the process": (["--engines", "1"], "engine auto has no servers"),
-    "engine nodes for a user's engine": (["--engines", "1", "--engine", "my.py:make"], "engine my.py:make has no"),
-    "engine nodes for an endpoint": (["--engines", "1", "--engine", "openai"], "engine.name"),
-    "engine nodes and running servers": (
-        ["--engines", "1", "--engine", "assay", "--server.urls", '["http://n1:8000"]'],
-        "server.urls names running ones",
-    ),
-    "engine nodes and servers of the run": (
-        ["--engines", "1", "--engine", "vllm", "--vllm.servers", "2"],
-        "vllm.servers is for servers on the trainer's node",
-    ),
-    "engine nodes and GPU memory": (
-        ["--engines", "1", "--engine", "vllm", "--vllm.transport", "ipc"],
-        "vllm.transport",
-    ),
-    "engine nodes that sleep": (
-        ["--engines", "1", "--engine", "sglang", "--engine.sleep_while_training"],
-        "sleep_while_training has no use",
-    ),
-    "no servers": (["--engines", "1", "--engine", "assay", "--servers-per-node", "0"], "--servers-per-node 0"),
-    "servers without engine nodes": (["--servers-per-node", "2"], "give their number with --engines"),
-    "GPUs that cannot be divided": (
-        ["--engines", "1", "--engine", "vllm", "--gpus-per-node", "8", "--servers-per-node", "3"],
-        "8 GPUs of a node cannot be divided",
-    ),
-    "several GPUs for a server that uses one": (
-        ["--engines", "1", "--engine", "assay", "--gpus-per-node", "8", "--servers-per-node", "4"],
-        "one GPU per server",
-    ),
-}
+ONE = "--engines 1 --engine"
+BAD = [
+    ("--nodes 0", "--nodes 0"),
+    ("--gpus-per-node -1", "--gpus-per-node -1"),
+    ("--procs-per-node 0", "--procs-per-node 0"),
+    ("--gpus-per-node 2 --procs-per-node 4", "one process per GPU"),
+    ("--grace 10", "--grace 10"),
+    ("--grace 86400", "at most 65535 seconds"),
+    ("--mem lots", "--mem lots"),
+    ("--time '2 hours'", "--time 2 hours"),
+    ("--time 3", "more than 180 seconds"),
+    ("--partition 'a\n#SBATCH --uid=0'", "line break"),
+    ("--train.stpes 3", "did you mean 'train.steps'"),
+    ("--name ../up", "cannot name a run"),
+    ("--output no/where.sbatch", "cannot write no/where.sbatch"),
+    ("--submit", "sbatch is not installed"),
+    ("--engines 0 --engine assay", "--engines 0"),
+    ("--engines 1", "engine auto has no servers"),
+    (f"{ONE} my.py:make", "engine my.py:make has no"),
+    (f"{ONE} openai", "engine.name"),
+    (f"{ONE} assay --server.urls '[\"http://n1:8000\"]'", "server.urls names running ones"),
+    (f"{ONE} vllm --vllm.servers 2", "vllm.servers is for servers on the trainer's node"),
+    (f"{ONE} vllm --vllm.transport ipc", "vllm.transport"),
+    (f"{ONE} sglang --engine.sleep_while_training", "sleep_while_training has no use"),
+    (f"{ONE} assay --servers-per-node 0", "--servers-per-node 0"),
+    ("--servers-per-node 2", "give their number with --engines"),
+    (f"{ONE} vllm --gpus-per-node 8 --servers-per-node 3", "8 GPUs of a node cannot be divided"),
+    (f"{ONE} assay --gpus-per-node 8 --servers-per-node 4", "one GPU per server"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(("words", "message"), BAD)
 def test_bad_input_is_one_line_and_writes_no_script(
-    folder: Path, stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
+    folder: Path, stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: str, message: str
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    words, message = BAD[name]
-    result = stderr_of(write(*words))
+    result = stderr_of(write(*shlex.split(words)))
     assert message in result and result.startswith("assay: ") and result.count("\n") == 1
     assert not list(folder.rglob("*.sbatch"))
 
@@ -208,19 +190,12 @@ def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def wait_for(file: Path) -> None:
-    end = time.monotonic() + 30
-    while not file.exists():
-        assert time.monotonic() < end, f"no {file.name}"
-        time.sleep(0.05)
-
-
 def run_script(folder: Path, ends: str, *words: str, warn: bool = False, state: str = "RUNNING") -> int:
     environment = {**os.environ, "ENDS": ends, "STATE": state}
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(["bash", "tiny.sbatch", *words], env=environment, stdout=log, stderr=log)
     if warn:
-        wait_for(folder / "ready")
+        until((folder / "ready").exists, 30)
         job.send_signal(signal.SIGUSR1)
     return job.wait(30)
 
@@ -307,7 +282,7 @@ ENGINES = ["--engines", 1, "--engine", "assay"]
 
 def engine_node(folder: Path) -> dict[str, Any]:
     """What the stand-in for an engine node has seen; it writes this when it ends."""
-    wait_for(folder / "engine.json")
+    until((folder / "engine.json").exists, 30)
     return json.loads((folder / "engine.json").read_text())
 
 
@@ -372,7 +347,7 @@ def test_a_job_without_engine_nodes_ignores_those_of_another_job(
 
 
 def test_the_output_of_sbatch_is_printed(
-    cluster: Path, stdout_of: Callable[..., str], stderr_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    cluster: Path, stdout_of: Callable[..., str], stderr_of: Callable[..., str]
 ) -> None:
     sbatch = cluster / "tools" / "sbatch"
     sbatch.write_text('#!/bin/bash\n[[ $1 == tiny.sbatch ]] && echo "Submitted batch job 5"\n')

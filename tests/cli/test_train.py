@@ -58,11 +58,6 @@ async def later(completion, answer):
 '''
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> SmallRuns:
-    return SmallRuns(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     """A finished run with judge workers, a warm start and all files."""
@@ -205,16 +200,9 @@ def test_a_dry_run_checks_everything_and_writes_nothing(small: SmallRuns, stdout
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before and not small.runs.exists()
 
 
-def one_long(small: SmallRuns) -> str:
-    (small.folder / "long.py").write_text(
-        "rows = [{'question': '1' * 597 if n == 37 else f'{n:03}', 'answer': n} for n in range(50)]\n"
-    )
-    return f"{small.folder}/long.py:rows"
-
-
-def failing_reward(small: SmallRuns) -> str:
-    (small.folder / "failing.py").write_text("def reward(completion, answer):\n    return 1 / 0\n")
-    return f"{small.folder}/failing.py:reward"
+def write(small: SmallRuns, name: str, text: str) -> str:
+    (small.folder / name).write_text(text)
+    return f"{small.folder}/{name}"
 
 
 def the_same_twice(small: SmallRuns) -> str:
@@ -227,16 +215,15 @@ def the_same_twice(small: SmallRuns) -> str:
     return str(folder)
 
 
-def file_for_a_folder(small: SmallRuns) -> str:
-    (small.folder / "taken").write_text("")
-    return f"{small.folder}/taken/runs"
-
-
 def truncated_weights(small: SmallRuns) -> str:
     folder = preset_folder(small.folder / "cut")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     return str(folder)
+
+
+def gpt2(small: SmallRuns, chat: bool = True) -> Path:
+    return gpt2_folder(small.folder / "g", chat)
 
 
 def without(folder: Path, keep: Collection[str]) -> Path:
@@ -254,55 +241,46 @@ def other_vocabulary(small: SmallRuns) -> str:
 
 Words = Callable[[SmallRuns], list[object]]
 CHARACTERS = ("--model.tokenizer", "characters")
-BAD: dict[str, tuple[Words, str]] = {
-    "a missing task": (lambda s: ["--task", ""], "no task: set task.name"),
-    "an unknown recipe": (lambda s: ["--algo.recipe", "gpro"], "did you mean 'grpo'"),
-    "a group of one": (lambda s: ["--train.samples", 1], "at least two"),
-    "a bad pattern": (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
-    "no model": (lambda s: ["--model", ""], "no model: set model.source"),
-    "a model folder that is not there": (lambda s: ["--model", "./nothing/here"], "nothing/here"),
-    "an unknown model on the hub": (lambda s: ["--model", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
-    "damaged weights": (lambda s: ["--model", truncated_weights(s)], "is damaged or incomplete"),
-    "a tokenizer of another model": (
-        lambda s: ["--model", gpt2_folder(s.folder / "g"), "--model.tokenizer", other_vocabulary(s)],
-        "they do not match",
+ONE_LONG = "rows = [{'question': '1' * 597 if n == 37 else f'{n:03}', 'answer': n} for n in range(50)]\n"
+FAILING = "def reward(completion, answer):\n    return 1 / 0\n"
+KL = ("--algo.kl_coef", 0.1, "--algo.reference")
+BAD: list[tuple[Words, str]] = [
+    (lambda s: ["--task", ""], "no task: set task.name"),
+    (lambda s: ["--algo.recipe", "gpro"], "did you mean 'grpo'"),
+    (lambda s: ["--train.samples", 1], "at least two"),
+    (lambda s: ["--reward.format_pattern", "("], "not a regular expression"),
+    (lambda s: ["--model", ""], "no model: set model.source"),
+    (lambda s: ["--model", "./nothing/here"], "nothing/here"),
+    (lambda s: ["--model", "no-such-org/no-such-model"], "no-such-org/no-such-model"),
+    (lambda s: ["--model", truncated_weights(s)], "is damaged or incomplete"),
+    (lambda s: ["--model", gpt2(s), "--model.tokenizer", other_vocabulary(s)], "they do not match"),
+    (lambda s: ["--model", gpt2(s, chat=False)], "no chat template"),
+    (
+        lambda s: ["--model", without(gpt2(s), ["tokenizer.json"])],
+        "a tokenizer but no model: config.json and the weights",
     ),
-    "a model without a chat template": (
-        lambda s: ["--model", gpt2_folder(s.folder / "g", chat=False)],
-        "no chat template",
-    ),
-    "a folder with a tokenizer only": (
-        lambda s: ["--model", without(gpt2_folder(s.folder / "g"), keep=("tokenizer.json",))],
-        "has a tokenizer but no model: config.json and the weights are missing",
-    ),
-    "a model whose tokenizer has no config": (
-        lambda s: ["--model", without(gpt2_folder(s.folder / "g"), ("tokenizer.json", "config.json", "*.safetensors"))],
+    (
+        lambda s: ["--model", without(gpt2(s), ["tokenizer.json", "config.json", "*.safetensors"])],
         "lacks tokenizer_config.json and chat_template.jinja",
     ),
-    "one long prompt among many": (
-        lambda s: ["--task", one_long(s), "--task.args", "{}", *CHARACTERS],
+    (
+        lambda s: ["--task", write(s, "long.py", ONE_LONG) + ":rows", "--task.args", "{}", *CHARACTERS],
         "prompt rows/all/37 has 599 tokens",
     ),
-    "problems that are all trained on": (
+    (
         lambda s: ["--task", "jsonl", "--task.args", "{}", "--task.path", the_same_twice(s)],
         "test problems are also in the train split",
     ),
-    "a reward function that fails, before the model is loaded": (
-        lambda s: ["--reward.function", failing_reward(s), "--model", "no/such/model"],
+    (  # noticed before the model is loaded
+        lambda s: ["--reward.function", write(s, "failing.py", FAILING) + ":reward", "--model", "no/such/model"],
         "ZeroDivisionError",
     ),
-    "a folder that cannot be made": (lambda s: ["--runs_dir", file_for_a_folder(s)], "choose another folder"),
-    "an unknown device": (lambda s: ["--device", "tpu9"], "tpu9"),
-    "an unknown reference": (
-        lambda s: ["--algo.kl_coef", 0.1, "--algo.reference", "run:none@last"],
-        "unknown run 'none'",
-    ),
-    "a reference of another vocabulary": (
-        lambda s: [*CHARACTERS, "--algo.kl_coef", 0.1, "--algo.reference", gpt2_folder(s.folder / "g")],
-        "the same tokenizer",
-    ),
-    "an engine for other models": (lambda s: ["--engine.name", "hf"], "engine"),
-}
+    (lambda s: ["--runs_dir", write(s, "taken", "") + "/runs"], "choose another folder"),
+    (lambda s: ["--device", "tpu9"], "tpu9"),
+    (lambda s: [*KL, "run:none@last"], "unknown run 'none'"),
+    (lambda s: [*CHARACTERS, *KL, gpt2(s)], "the same tokenizer"),
+    (lambda s: ["--engine.name", "hf"], "engine"),
+]
 
 
 def test_a_tokenizer_of_presets_has_no_effect_on_other_models(
@@ -317,29 +295,25 @@ def test_a_tokenizer_of_presets_has_no_effect_on_other_models(
     assert "has no effect" not in stdout_of(small.train("--model.tokenizer", "words", "--dry-run"))  # a preset
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[message for _, message in BAD])
 def test_bad_input_is_one_line_and_writes_no_files(
-    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    small: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: Words, message: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words, message = BAD[name]
     given = [str(word) for word in words(small)]
     capsys.readouterr()
     before = small.files()
     runs_dir = [] if "--runs_dir" in given else ["--runs_dir", str(small.runs)]
     assert main(["train", str(small.config), *given, *runs_dir]) == 2
     result = capsys.readouterr()
-    assert message in result.err, result.err
-    assert (
-        result.err.startswith("assay: ") and result.err.count("\n") == 1 and "Traceback" not in result.out + result.err
-    )
+    assert result.err.startswith("assay: ") and message in result.err and result.err.count("\n") == 1, result.err
+    assert "Traceback" not in result.out + result.err
     assert {k: v for k, v in small.files().items() if "__pycache__" not in k} == before
     assert not small.runs.exists() or not list(small.runs.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("function", "workers", "message"),
-    [("not_a_number", 0, "nan"), ("hangs", 1, "reward.timeout_s")],
+    ("function", "workers", "message"), [("not_a_number", 0, "nan"), ("hangs", 1, "reward.timeout_s")]
 )
 def test_a_judge_that_always_fails_is_rejected_before_the_run_starts(
     small: SmallRuns, capsys: pytest.CaptureFixture[str], function: str, workers: int, message: str

@@ -9,40 +9,32 @@ from pathlib import Path
 import pytest
 
 from assay.algos.recipes import complete_settings
-from assay.config import MeasureConfig, TrainConfig
-from assay.config.settings import (
-    equivalents,
-    explain_foreign,
-    keys,
-    load_settings,
-    nearest_foreign,
-    parse_overrides,
-)
+from assay.config import MeasureConfig, TrainConfig, settings
 from assay.types import UserError
 
-KNOWN = [key for key, _ in keys(TrainConfig)]
+KNOWN = [key for key, _ in settings.keys(TrainConfig)]
 
 
 def error_of(words: str, kind: type = TrainConfig, file: Path | None = None) -> str:
     with pytest.raises(UserError) as error:
-        load_settings(kind, file, parse_overrides(words.split()))
+        settings.load_settings(kind, file, settings.parse_overrides(words.split()))
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_equivalents_name_keys_that_exist_or_say_why_there_is_none() -> None:
     reasons, files = ("not needed", "not supported", "not a setting"), {"metrics.jsonl", "file.py", "task.args.map"}
-    for row in equivalents():
+    for row in settings.equivalents():
         named = set(re.findall(r"\b[a-z]+\.[a-z][a-z_.]*[a-z]", row.remark)) - files
         assert named <= set(KNOWN) and (row.key in KNOWN or (not row.key and row.remark.startswith(reasons))), row
 
 
 def test_every_name_is_explained_at_the_top_level_and_in_any_section() -> None:
-    names = Counter(row.name for row in equivalents())
-    assert {row.library for row in equivalents()} == {"TRL", "verl", "OpenRLHF", "nanochat"}
-    for library, name, key, remark in equivalents():
+    names = Counter(row.name for row in settings.equivalents())
+    assert {row.library for row in settings.equivalents()} == {"TRL", "verl", "OpenRLHF", "nanochat"}
+    for library, name, key, remark in settings.equivalents():
         for written in (name, name.upper().replace("_", "-"), f"lora.{name}", f"other.{name}"):
-            text = explain_foreign(written, KNOWN)
+            text = settings.explain_foreign(written, KNOWN)
             assert text is not None, written
             if names[name] == 1:
                 assert (f"'{key}'" if key else library) in text and remark in text, written
@@ -103,6 +95,9 @@ def test_settings_of_an_algorithm_in_python_are_explained() -> None:
 
 def test_unknown_names_are_not_taken_for_others() -> None:
     for name in ("whatever", "train.whatever", "n.x", "", "x"):
-        assert explain_foreign(name, KNOWN) is None
-    assert nearest_foreign("whatever") is None and nearest_foreign("train.Learning-rat") == "learning_rate"
+        assert settings.explain_foreign(name, KNOWN) is None
+    assert (
+        settings.nearest_foreign("whatever") is None
+        and settings.nearest_foreign("train.Learning-rat") == "learning_rate"
+    )
     assert "known: " in error_of("--whatever 3")

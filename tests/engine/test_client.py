@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from native_parts import MODES, Mode, assert_same_groups, engine_for, mixed_prompts, model_of
+from waiting import until
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, run_sync
 from assay.engine.base import Failed, Finished, RequestError, TokenChunk
@@ -93,22 +94,28 @@ def test_kept_sequences_are_released_when_the_work_ends(engine: NativeEngine) ->
     assert nothing_left(engine)
 
 
-def test_an_exception_of_the_engine_reaches_all_requests_and_later_ones_are_served(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("threaded", [False, True])
+def test_an_exception_reaches_all_requests_and_later_ones_are_served(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, threaded: bool
 ) -> None:
-    expected, client = generate(engine, requests_of(1)), LocalClient(engine)
+    expected = generate(engine, requests_of(1))
+    owner, name = (engine, "_iterate") if threaded else (engine.runner, "decode")
+    error = SystemExit("no GPU") if threaded else MemoryError("out of memory")
 
-    async def fail_once() -> tuple[list[Any], list[list[Completion]]]:
+    async def fail_once(client: EngineClient) -> tuple[list[Any], list[list[Completion]]]:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runner, "decode", lambda *_: (_ for _ in ()).throw(MemoryError("out of memory")))
+            patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(error))
             futures = [future for request in requests_of(1) for future in client.submit(request)]
             errors = await asyncio.gather(*futures, return_exceptions=True)
         return errors, await sampled(client, requests_of(1))
 
-    errors, served = run_sync(fail_once(), client)
-    assert {type(error) for error in errors} == {MemoryError}
+    if threaded:
+        errors, served = run_with_thread(engine, fail_once)
+        assert {str(one) for one in errors} == {"SystemExit: no GPU"}
+    else:
+        errors, served = run_sync(fail_once(client := LocalClient(engine)), client)
+        assert {type(one) for one in errors} == {MemoryError} and nothing_left(engine)
     assert_same_groups(model_of("qwen3"), requests_of(1), served, expected)
-    assert nothing_left(engine)
 
 
 def test_ctrl_c_in_a_step_ends_the_work_and_leaves_nothing(
@@ -263,23 +270,6 @@ def test_the_event_loop_runs_while_a_thread_steps_the_engine(
     run_with_thread(engine, cancel)
 
 
-def test_an_exception_in_the_thread_reaches_all_requests_and_later_ones_are_served(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = generate(engine, requests_of(1))
-
-    async def fail_once(client: EngineClient) -> tuple[list[Any], list[list[Completion]]]:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "_iterate", lambda: (_ for _ in ()).throw(SystemExit("no GPU")))
-            futures = [future for request in requests_of(1) for future in client.submit(request)]
-            errors = await asyncio.gather(*futures, return_exceptions=True)
-        return errors, await sampled(client, requests_of(1))
-
-    errors, served = run_with_thread(engine, fail_once)
-    assert {str(error) for error in errors} == {"SystemExit: no GPU"}
-    assert_same_groups(model_of("qwen3"), requests_of(1), served, expected)
-
-
 def test_a_thread_that_waits_keeps_no_completions_and_ends_with_the_driver(engine: NativeEngine) -> None:
     async def leave(client: EngineClient) -> None:
         before = objects(Completion)
@@ -334,10 +324,3 @@ def objects(*kinds: type) -> int:
     gc.collect()
     kinds = kinds or (Request, Completion, Finished, Failed, TokenChunk, asyncio.Future)
     return sum(type(one) in kinds for one in gc.get_objects())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.001)

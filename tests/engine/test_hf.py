@@ -18,14 +18,8 @@ SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_to
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "gemma2": {
-        "max_position_embeddings": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 6,
+        **{"max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
     },
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 64},  # no position_ids
 }
@@ -40,14 +34,8 @@ def small_model(kind: str, seed: int = 0) -> HFModel:
 
 
 def engine_for(model: HFModel, max_batch: int = 64, max_length: int = 64) -> HFEngine:
-    engine = make_engine(
-        *("auto", model),
-        device="cpu",
-        dtype=torch.float32,
-        max_batch=max_batch,
-        max_length=max_length,
-        decode=words,
-    )
+    options = {"max_batch": max_batch, "max_length": max_length, "decode": words}
+    engine = make_engine("auto", model, device="cpu", dtype=torch.float32, **options)
     assert isinstance(engine, HFEngine)
     return engine
 

@@ -50,17 +50,9 @@ def reference(logits: list[float], temperature: float, **limits: Any) -> tuple[l
 @pytest.mark.parametrize(
     ("temperature", "limits"),
     [
-        (1.0, {}),
-        (0.7, {}),
-        (1.0, {"top_k": 3}),
-        (1.0, {"top_k": 4}),
-        (1.3, {"top_p": 0.8}),
-        (1.0, {"top_k": 5, "top_p": 0.9}),
-        (1.0, {"top_k": 1}),
-        (1.0, {"top_p": 0.05}),
-        (0.8, {"min_p": 0.05}),
-        (1.0, {"forbidden": [4, 5]}),
-        (1.0, {"forbidden": [4], "top_k": 3}),
+        *((1.0, {}), (0.7, {}), (1.0, {"top_k": 3}), (1.0, {"top_k": 4}), (1.3, {"top_p": 0.8}), (1.0, {"top_k": 1})),
+        *((1.0, {"top_k": 5, "top_p": 0.9}), (1.0, {"top_p": 0.05}), (0.8, {"min_p": 0.05})),
+        *((1.0, {"forbidden": [4, 5]}), (1.0, {"forbidden": [4], "top_k": 3})),
         (1.2, {"forbidden": [0, 2], "top_k": 5, "top_p": 0.97, "min_p": 0.06}),
     ],
 )
@@ -105,16 +97,8 @@ def test_greedy_sampling_returns_the_argmax_scored_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])
     for temperature in ([0.0, 0.0], [0.0, 1e-3]):
         for forbidden, best in ((None, 1), (torch.tensor([[-1, 1], [-1, -1]]), 2)):
-            sampled = sample(
-                logits,
-                torch.tensor(temperature),
-                torch.tensor([2, 0]),
-                torch.tensor([0.5, 1.0]),
-                torch.tensor([0.5, 0.0]),
-                torch.tensor([1, 2]),
-                torch.tensor([0, 0]),
-                forbidden=forbidden,
-            )
+            columns = (temperature, [2, 0], [0.5, 1.0], [0.5, 0.0], [1, 2], [0, 0])
+            sampled = sample(logits, *map(torch.tensor, columns), forbidden=forbidden)
             assert sampled.tokens.tolist() == [best, 0]
             plain = torch.log_softmax(logits[0], -1)
             assert sampled.engine_logprobs[0].item() == pytest.approx(plain[best].item())

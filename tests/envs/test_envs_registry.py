@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 from sample_env import AsyncEnv, RaisingInReset, Unseeded, ValidEnv, build
+from waiting import until
 
 from assay.envs import TaskEnv, make_env
 from assay.envs.base import SEED, StepLimit, as_messages, check_attributes, run_with_timeout, safe_step, warn_after
@@ -215,9 +216,7 @@ def test_time_limit_and_warning_after_a_delay(recwarn: pytest.WarningsRecorder) 
     with warn_after(60.0, "too early"):
         pass
     with warn_after(0.01, "still running"):
-        deadline = time.monotonic() + 10
-        while not recwarn.list and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: bool(recwarn.list), 10)
     assert [str(warning.message) for warning in recwarn.list] == ["still running"]
 
 

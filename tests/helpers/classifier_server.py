@@ -30,12 +30,8 @@ CASES = [(prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
 
 def save_served_classifier(folder: Path, labels: int) -> Path:
     """A Llama with heads of size 64, which all servers can serve."""
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 384,
-        "num_attention_heads": 4,
-        "max_position_embeddings": MAX_LENGTH,
-    }
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+    sizes["max_position_embeddings"] = MAX_LENGTH
     return save_classifier(folder, labels, family="llama", scale=0.12, eos_token_id=WORDS.index("<end>"), **sizes)
 
 

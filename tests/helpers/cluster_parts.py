@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -137,9 +136,7 @@ class ClusterRun:
 
     @property
     def last(self) -> dict[str, Any]:
-        with suppress(OSError, IndexError, ValueError):
-            return json.loads((self.path / "metrics.jsonl").read_text().splitlines()[-1])
-        return {}
+        return self.runs.last_metrics(self.name)
 
     @property
     def steps(self) -> int:

@@ -20,35 +20,16 @@ GAP = 1e-4  # a first divergence is allowed where the two best logits are closer
 
 
 def small_spec(family: str = "qwen3", **changes: object) -> ModelSpec:
-    values: dict[str, object] = {
-        "family": family,
-        "vocab_size": 61,
-        "hidden": 32,
-        "layers": 3,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "intermediate": 48,
-        "max_length": 96,
-        "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
-        "tied": family != "llama",
-    }
-    return ModelSpec(**(values | changes))  # type: ignore[arg-type]
+    sizes = {"vocab_size": 61, "hidden": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
+    kind = {"qkv_bias": family == "qwen2", "qk_norm": family == "qwen3", "tied": family != "llama"}
+    return ModelSpec(**({"family": family, "max_length": 96} | sizes | kind | changes))  # type: ignore[arg-type]
 
 
+THETAS = {"rope_theta": 500.0, "local_rope_theta": 50.0}
 # Families whose layers differ from those of Llama and Qwen; windows are shorter than most sequences of the tests.
 UNUSUAL_SPECS = {
     "mistral": small_spec("mistral", layers=2, windows=(9, 9), head_dim=12, tied=False),
-    "gemma3": small_spec(
-        "gemma3_text",
-        windows=(6, 0, 6),
-        rope_theta=500.0,
-        local_rope_theta=50.0,
-        query_scalar=5,
-        qk_norm=True,
-        tied=False,
-    ),
+    "gemma3": small_spec("gemma3_text", windows=(6, 0, 6), query_scalar=5, qk_norm=True, tied=False, **THETAS),
     "smollm3": small_spec("smollm3", no_rope=(1,)),
     "olmo2": small_spec("olmo2", layers=2, kv_heads=4, qk_norm=True, tied=False),
     "phi3": small_spec("phi3", layers=2, windows=(11, 11), rotary=6, tied=False),
@@ -98,12 +79,6 @@ def assert_same_tokens(model: PolicyModel, prompt: Sequence[int], ours: Sequence
 
 def greedy_by_transformers(hf: Any, prompt: Sequence[int], new_tokens: int, stops: Sequence[int]) -> list[int]:
     ids = torch.tensor([list(prompt)])
-    output = hf.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        eos_token_id=list(stops),
-        pad_token_id=0,
-    )
+    options = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": list(stops), "pad_token_id": 0}
+    output = hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return output[0, len(prompt) :].tolist()

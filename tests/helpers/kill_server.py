@@ -59,7 +59,6 @@ class KillServer:
         return Result(**json.loads(self.process.stdout.readline()))
 
     def close(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,8 +16,8 @@ import pytest
 import torch
 from engine_parts import small_decoder
 from group_parts import FAMILIES
+from inflight_parts import Weights as FailingWeights
 from native_parts import MODES, Weights, engine_for, idle, mixed_requests, tokens_of, words
-from torch import Tensor
 
 from assay.engine import Engine, Event, Finished, NativeEngine, Request, SamplingParams, generate
 from assay.engine.base import KvOnUpdate
@@ -147,7 +147,6 @@ def fingerprint_of(model: Decoder) -> str:
 
 def serve(lead: Callable[[TensorParallelLeader], None], engine: NativeEngine) -> None:
     """On rank 0 `lead(leader)`; the other ranks follow."""
-    assert engine.group is not None
     cpu_group = new_cpu_group(engine.group)
     if engine.group.rank():
         follow(engine, cpu_group)
@@ -171,19 +170,6 @@ def different_arrivals_are_reported(mesh: Mesh) -> None:
     engine.abort([first, second])
     assert not engine.has_work and idle(engine)
     assert len(generate(engine, [Request([4], PARAMS, seed=0)])) == 1
-
-
-class Source:
-    """A weight source that raises after some weights."""
-
-    def __init__(self, model: Decoder, count: int, **changed: Tensor) -> None:
-        self.model, self.count, self.changed = model, count, changed
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for number, (name, weight) in enumerate(self.model.weights()):
-            if number == self.count:
-                raise ConnectionError("the trainer is gone")
-            yield name, self.changed.get(name.split(".")[1], weight)
 
 
 def failures_leave_all_ranks_consistent(mesh: Mesh) -> None:
@@ -247,10 +233,11 @@ def an_interrupt_waits_for_the_step(leader: TensorParallelLeader, requests: list
 
 def commands_fail_on_all_ranks(leader: TensorParallelLeader) -> None:
     other = policy(22)
-    with pytest.raises(ConnectionError, match="the trainer is gone"):
-        leader.update_weights(Source(other, count=3), version=3)
+    with pytest.raises(ConnectionError, match="the sender is gone"):
+        leader.update_weights(FailingWeights(other, fail_after=3), version=3)
+    wrong = ((name, torch.zeros(2, 2) if "layers" in name else weight) for name, weight in other.weights())
     with pytest.raises(UserError, match=r"has shape \(2, 2\)"):
-        leader.update_weights(Source(other, count=99, layers=torch.zeros(2, 2)), version=3)
+        leader.update_weights(Weights(wrong), version=3)
     assert leader.info.version == 0
     half = {name: weight.bfloat16() for name, weight in other.weights()}
     leader.update_weights(Weights(half.items()), version=4)

@@ -31,12 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpg": {},
     "bnpo": {},
     "token_truncate": {"recipe": "grpo", "correction": "token_truncate", "correction_high": 1.1},
-    "sequence_mask": {
-        "recipe": "grpo",
-        "correction": "sequence_mask",
-        "correction_low": 0.8,
-        "correction_high": 1.3,
-    },
+    "sequence_mask": {"recipe": "grpo", "correction": "sequence_mask", "correction_low": 0.8, "correction_high": 1.3},
     "kl_cov": {"recipe": "grpo", "cov": "kl_cov", "cov_fraction": 0.1},
     "clip_cov": {"recipe": "grpo", "cov": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.1},
 }

@@ -53,15 +53,9 @@ def train(case: Case, mesh: Mesh) -> tuple[list[dict[str, float]], dict[str, tor
     reference = parallelise(tiny_decoder(9, dtype, spec).requires_grad_(False), mesh, case.mode)
     algo = make_algorithm("grpo", kl_coef=0.3, entropy_coef=0.02)
     lr = 1e-2 if case.double else 1e-3
-    updater = Updater(
-        policy,
-        make_adamw(policy, lr, weight_decay=0.1),
-        temperature=0.8,
-        max_grad_norm=0.1,
-        token_budget=40,
-        reference=reference,
-        mesh=mesh,
-    )
+    options = {"temperature": 0.8, "max_grad_norm": 0.1, "token_budget": 40}
+    optimizer = make_adamw(policy, lr, weight_decay=0.1)
+    updater = Updater(policy, optimizer, reference=reference, mesh=mesh, **options)
     found = []
     for step in range(STEPS):
         groups = make_groups(tiny_decoder(), seed=step)

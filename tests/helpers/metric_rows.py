@@ -14,21 +14,10 @@ CONFIG: dict[str, Any] = {
     "env": {"name": ""},
 }
 HEALTHY: dict[str, Any] = {
-    "reward/mean": 0.4,
-    "reward/std": 0.49,
-    "reward/range": 1.0,
-    "reward/correct": 0.4,
-    "status/ok": 0.4,
-    "status/wrong": 0.6,
-    "groups/zero_variance": 0.3,
-    "advantage/zero": 0.3,
-    "length/truncated": 0.05,
-    "length/max": 64.0,
-    "sampling/entropy": 0.8,
-    "optim/grad_norm": 0.2,
-    "optim/skipped": 0.0,
-    "optim/non_finite": 0.0,
-    "weights/changed": 1.0,
+    **{"reward/mean": 0.4, "reward/std": 0.49, "reward/range": 1.0, "reward/correct": 0.4, "status/ok": 0.4},
+    **{"status/wrong": 0.6, "groups/zero_variance": 0.3, "advantage/zero": 0.3, "length/truncated": 0.05},
+    **{"length/max": 64.0, "sampling/entropy": 0.8, "optim/grad_norm": 0.2, "optim/skipped": 0.0},
+    **{"optim/non_finite": 0.0, "weights/changed": 1.0},
 }
 
 

@@ -23,19 +23,11 @@ from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec, spec_to_hf
 from assay.types import Completion
 
+LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 SPECS = {
     "llama": small_spec("llama", layers=2, out_bias=True, qkv_bias=True, mlp_bias=True, kv_heads=4),
-    "llama3-rope": small_spec(
-        "llama",
-        layers=2,
-        rope_scaling=(
-            ("factor", 8.0),
-            ("high_freq_factor", 4.0),
-            ("low_freq_factor", 1.0),
-            ("original_max_position_embeddings", 32),
-            ("rope_type", "llama3"),
-        ),
-    ),
+    "llama3-rope": small_spec("llama", layers=2, rope_scaling=tuple(sorted(LLAMA3.items()))),
     "qwen2": small_spec("qwen2", layers=2, kv_heads=1),
     "qwen3": small_spec("qwen3", layers=2, head_dim=12),
     **UNUSUAL_SPECS,
@@ -86,18 +78,10 @@ def engine_for(
     decode: Decode | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> NativeEngine:
-    engine = make_engine(
-        "native",
-        model,
-        device="cpu",
-        dtype=dtype,
-        max_batch=mode.max_batch,
-        max_length=max_length,
-        kv_cache_gib=memory_of(model.spec, mode.blocks, dtype) / (group.size() if group else 1),
-        prefill_tokens=mode.prefill_tokens,
-        decode=decode,
-        group=group,
-    )
+    kv_cache_gib = memory_of(model.spec, mode.blocks, dtype) / (group.size() if group else 1)
+    limits = {"max_batch": mode.max_batch, "max_length": max_length, "prefill_tokens": mode.prefill_tokens}
+    options = {"kv_cache_gib": kv_cache_gib, "decode": decode, "group": group, **limits}
+    engine = make_engine("native", model, device="cpu", dtype=dtype, **options)
     assert isinstance(engine, NativeEngine)
     assert mode.blocks in (0, engine.blocks.total)
     engine.runner.window = mode.window

@@ -104,7 +104,6 @@ def finish(run: Any, small: Any, name: str = "demo", steps: int = 3) -> None:
 
 def check_killed_server(engine: Any, tokenizer: Tokenizer) -> None:
     """A server that dies is named with its log. Afterwards no server is left."""
-    assert engine.launched is not None
     (program,) = engine.launched.programs.values()
     os.kill(program.pid, signal.SIGKILL)
     with pytest.raises(UserError, match=r"is not reachable .* it ended \(killed by SIGKILL\): .* \(see .*\.log\)"):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class SmallRuns:
     def metrics(self, name: str = "small") -> list[dict[str, Any]]:
         lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+    def last_metrics(self, name: str = "small") -> dict[str, Any]:
+        """Of the last step of a run in progress; empty if there is none yet."""
+        with suppress(OSError, IndexError, ValueError):
+            return json.loads((self.runs / name / "metrics.jsonl").read_text().splitlines()[-1])
+        return {}
 
     def timeless(self, name: str = "small") -> list[dict[str, Any]]:
         """Metrics without times and memory, which are equal for runs with the same seed."""
@@ -178,15 +185,8 @@ def gpt2_folder(folder: Path, chat: bool = True) -> Path:
     tokenizer = word_tokenizer(abacus_words())
     if not chat:
         tokenizer.hf.chat_template = None
-    config = GPT2Config(
-        vocab_size=tokenizer.vocab_size,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=96,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-    )
+    sizes = {"vocab_size": tokenizer.vocab_size, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96}
+    config = GPT2Config(**sizes, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder
@@ -199,16 +199,9 @@ def llama_folder(folder: Path, hidden: int, words: list[str], padding: int = 0, 
 
     tokenizer = word_tokenizer(words)
     torch.manual_seed(hidden)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size + padding,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=hidden // 16,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_id,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": hidden // 16}
+    sizes |= {"vocab_size": tokenizer.vocab_size + padding, "max_position_embeddings": positions}
+    config = LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3, eos_token_id=tokenizer.eos_id)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder

@@ -16,22 +16,16 @@ from typing import Any
 
 from http_parts import Answer, JsonServer, running
 
-FIELDS: dict[str, tuple[type, ...]] = {
-    "model": (str,),
-    "temperature": (int, float),
-    "top_p": (float,),
-    "top_k": (int,),
-    "min_p": (float,),
-    "min_tokens": (int,),
-    "max_tokens": (int,),
-    "max_completion_tokens": (int,),
-    "stop": (list,),
-    "seed": (int,),
-    "stream": (bool,),
-    "stream_options": (dict,),
-    "logprobs": (bool,),
-    "top_logprobs": (int,),
+KINDS: dict[tuple[type, ...], tuple[str, ...]] = {
+    (str,): ("model",),
+    (int, float): ("temperature",),
+    (float,): ("top_p", "min_p"),
+    (int,): ("top_k", "min_tokens", "max_tokens", "max_completion_tokens", "seed", "top_logprobs"),
+    (bool,): ("stream", "logprobs"),
+    (list,): ("stop",),
+    (dict,): ("stream_options",),
 }
+FIELDS = {name: kinds for kinds, names in KINDS.items() for name in names}
 
 
 @dataclass

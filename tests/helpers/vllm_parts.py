@@ -63,15 +63,10 @@ class FakeVLLM:
         return 404, {"detail": "Not Found"}
 
     def config(self) -> dict[str, Any]:
-        return {
-            "model_config": {
-                "logprobs_mode": self.logprobs_mode,
-                "dtype": f"torch.{self.dtype}",
-                "enable_sleep_mode": self.sleep_mode,
-            },
-            "device_config": {"device": self.device},
-            "parallel_config": {"tensor_parallel_size": 1, "worker_extension_cls": self.extension},
-        }
+        model = {"logprobs_mode": self.logprobs_mode, "dtype": f"torch.{self.dtype}"}
+        model |= {"enable_sleep_mode": self.sleep_mode}
+        parallel = {"tensor_parallel_size": 1, "worker_extension_cls": self.extension}
+        return {"model_config": model, "device_config": {"device": self.device}, "parallel_config": parallel}
 
     @torch.no_grad()
     def rpc(self, method: str, **arguments: Any) -> Answer:

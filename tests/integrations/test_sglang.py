@@ -160,9 +160,7 @@ def test_garbage_in_answers_fails_the_request_alone() -> None:
 
 @pytest.mark.parametrize(
     ("path", "changes"),
-    [
-        *(("/server_info", {"tp_size": -1}), ("/model_info", None), ("/server_info", {"max_req_input_len": None})),
-    ],
+    [*(("/server_info", {"tp_size": -1}), ("/model_info", None), ("/server_info", {"max_req_input_len": None}))],
 )
 def test_garbage_at_the_start_is_one_line(path: str, changes: Any) -> None:
     fake = FakeSGLang(POLICY, decode)

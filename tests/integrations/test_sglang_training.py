@@ -64,8 +64,7 @@ def test_the_probe_accepts_good_syncs_and_detects_a_broken_one(served: tuple[SGL
 
 
 @pytest.mark.slow
-def test_a_shipped_config_trains_with_log_probabilities_of_the_trainer(tmp_path: Path) -> None:
-    small = SmallRuns(tmp_path)
+def test_a_shipped_config_trains_with_log_probabilities_of_the_trainer(small: SmallRuns, tmp_path: Path) -> None:
     tokenizer = word_tokenizer(make_task("abacus").words())  # type: ignore[attr-defined]
     spec = small_spec("llama", vocab_size=tokenizer.vocab_size, max_length=256, tied=True)
     save_model(small_decoder(spec), tmp_path / "model", torch.float32, eos_ids=tokenizer.eos_ids)

@@ -69,10 +69,7 @@ def test_a_server_without_the_extension_has_no_fingerprint_and_loads_folders() -
         ({"max_length": 50}, r"serves 50 tokens per sequence and the run needs 96: restart it with --max-model-len 96"),
         ({"logprobs_mode": "raw_logprobs"}, r"restart it with --logprobs-mode processed_logprobs"),
         ({"dtype": "bfloat16"}, r"computes in bfloat16 and engine.dtype is float32: set engine.dtype to bfloat16"),
-        (
-            {"device": "cpu", "extension": ""},
-            r"does not reload a tied head: restart it with --worker-ext",
-        ),
+        ({"device": "cpu", "extension": ""}, r"does not reload a tied head: restart it with --worker-ext"),
         ({"development": False}, r"does not accept weights: start it with VLLM_SERVER_DEV_MODE=1"),
         ({"model": small_decoder(small_spec(vocab_size=60))}, "its vocabulary is smaller than the policy's 61 tokens"),
     ],

@@ -15,10 +15,7 @@ LENGTHS = [7, 1, 40, 12]
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         "original_max_position_embeddings": 24,
     },
 }
@@ -31,27 +28,17 @@ def tiny_config(family: str, scaling: str | None = None, **changes: Any) -> Any:
     if scaling:
         rope |= ROPE_SCALINGS[scaling]
     sizes = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rope_parameters": rope,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+        **{"rope_parameters": rope, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
     }
     if family in ("qwen3", "gemma3_text", "glm4"):
         sizes["head_dim"] = 8
     if family == "gemma3_text":
         sizes |= {"query_pre_attn_scalar": 5, "sliding_window": 6, "num_hidden_layers": 3}
         sizes |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-        sizes["rope_parameters"] = {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-        }
+        local = {"rope_type": "default", "rope_theta": 50.0}
+        sizes["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     if family in ("phi3", "mistral"):
         sizes["sliding_window"] = None
     if family == "smollm3":

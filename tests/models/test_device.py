@@ -12,14 +12,6 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from assay.models import device as module
 from assay.models import pick_device, pick_dtype
-from assay.models.device import (
-    THREAD_VARIABLES,
-    check_compile_cache,
-    choose_threads,
-    default_threads,
-    describe_threads,
-    set_threads,
-)
 from assay.types import UserError
 
 
@@ -64,15 +56,10 @@ def test_auto_dtype_is_bfloat16_only_where_the_gpu_computes_in_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("parameters", "cores", "threads"),
-    [
-        (860_000, 64, 1),
-        (28_900_000, 64, 5),
-        (134_500_000, 2, 2),
-        (1_500_000_000, 64, 64),
-    ],
+    [(860_000, 64, 1), (28_900_000, 64, 5), (134_500_000, 2, 2), (1_500_000_000, 64, 64)],
 )
 def test_small_models_use_fewer_threads_than_cores(parameters: int, cores: int, threads: int) -> None:
-    assert choose_threads(parameters, cores) == threads
+    assert module.choose_threads(parameters, cores) == threads
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -81,7 +68,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def four_threads(monkeypatch):
     """Torch's default is 4 threads, and no variable is set."""
-    for name in THREAD_VARIABLES:
+    for name in module.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "default_threads", lambda: 4)
     before = torch.get_num_threads()
@@ -91,25 +78,25 @@ def four_threads(monkeypatch):
 
 
 def test_threads_are_chosen_by_the_size_of_the_model_again_for_each_model(four_threads):
-    set_threads(0, 1_000_000, CPU)
+    module.set_threads(0, 1_000_000, CPU)
     assert torch.get_num_threads() == 1
-    set_threads(0, 500_000_000, CPU)
+    module.set_threads(0, 500_000_000, CPU)
     assert torch.get_num_threads() == 4
 
 
 def test_threads_are_unchanged_on_a_gpu_and_with_an_environment_variable(four_threads, monkeypatch):
-    set_threads(0, 1_000_000, GPU)
+    module.set_threads(0, 1_000_000, GPU)
     assert torch.get_num_threads() == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    set_threads(0, 1_000_000, CPU)
+    module.set_threads(0, 1_000_000, CPU)
     assert torch.get_num_threads() == 4
 
 
 def test_the_setting_of_threads_has_priority_over_environment_and_size(four_threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    set_threads(3, 1_000_000, CPU)
+    module.set_threads(3, 1_000_000, CPU)
     assert torch.get_num_threads() == 3
-    assert default_threads() >= 1
+    assert module.default_threads() >= 1
 
 
 @pytest.mark.parametrize(
@@ -118,7 +105,7 @@ def test_the_setting_of_threads_has_priority_over_environment_and_size(four_thre
 def test_several_threads_on_a_busy_machine_are_pointed_out(four_threads, monkeypatch, threads, load, text):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     torch.set_num_threads(threads)
-    assert text in describe_threads() and ("busy" in describe_threads()) == (load > 99)
+    assert text in module.describe_threads() and ("busy" in module.describe_threads()) == (load > 99)
 
 
 @pytest.mark.parametrize("planted", ["none", "own", "writable", "link"])
@@ -134,11 +121,11 @@ def test_compiled_code_is_not_loaded_from_a_folder_of_others(tmp_path, monkeypat
         folder.mkdir()
         folder.chmod(0o777 if planted == "writable" else 0o755)
     if planted in ("none", "own"):
-        check_compile_cache()
+        module.check_compile_cache()
         assert Path(cache_dir()) == folder
     else:
         with pytest.warns(UserWarning, match="TORCHINDUCTOR_CACHE_DIR"):
-            check_compile_cache()
+            module.check_compile_cache()
         assert Path(cache_dir()).stat().st_mode & 0o777 == 0o700 and Path(cache_dir()) != folder
 
 

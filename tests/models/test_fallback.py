@@ -15,24 +15,13 @@ from assay.models.load import reported_bars, reporting_bar
 MODELS = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 48},
     "gpt_neo": {
-        "hidden_size": 16,
-        "num_layers": 2,
-        "num_heads": 2,
+        **{"hidden_size": 16, "num_layers": 2, "num_heads": 2, "window_size": 8, "max_position_embeddings": 48},
         "attention_types": [[["global", "local"], 1]],
-        "window_size": 8,
-        "max_position_embeddings": 48,
     },
     "gemma2": {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 48,
-        "sliding_window": 8,
-        "final_logit_softcapping": 3.0,
-        "pad_token_id": 0,
+        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 48, "sliding_window": 8},
+        **{"final_logit_softcapping": 3.0, "pad_token_id": 0},
     },
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
 }

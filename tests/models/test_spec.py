@@ -32,11 +32,7 @@ def test_both_spellings_of_rope_give_the_same_spec():
         {"model_type": "mixtral"},
         {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
         {"model_type": "gemma3_text", "hidden_activation": "gelu"},
-        {
-            "model_type": "gemma3_text",
-            "sliding_window": 8,
-            "layer_types": ["chunked_attention", "full_attention"],
-        },
+        {"model_type": "gemma3_text", "sliding_window": 8, "layer_types": ["chunked_attention", "full_attention"]},
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
         {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8},
         {"hidden_act": "gelu"},

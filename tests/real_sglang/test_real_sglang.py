@@ -165,7 +165,6 @@ def test_training_through_the_command_line_uses_a_running_server(
     engine: SGLangEngine, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = SmallRuns(tmp_path)
-    assert engine.launched is not None
     monkeypatch.setenv("KEY_OF_THE_SERVER", engine.launched.key)
     words = ("--model", model_folder, "--model.max_length", 256, "--sft.steps", 0, "--optim.lr", 1e-4)
     words = (*words, "--sglang.urls", engine.servers[0].url, "--sglang.api_key_env", "KEY_OF_THE_SERVER")

@@ -110,7 +110,6 @@ def test_weights_are_sent_through_gpu_memory_to_servers_that_sleep(
 @pytest.fixture
 def running_server(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Options for a command that uses the server of `engine`, with its key."""
-    assert engine.launched is not None
     monkeypatch.setenv("KEY_OF_THE_SERVER", engine.launched.key)
     return "--vllm.urls", engine.servers[0].url, "--vllm.api_key_env", "KEY_OF_THE_SERVER"
 

@@ -255,15 +255,15 @@ VALID = {"reward": 1.0, "status": "ok", "parsed": None, "parts": {"accuracy": 1.
 @pytest.mark.parametrize(
     "change",
     [
-        {"reward": float("nan")},
-        {"reward": "1"},
-        {"reward": 1},
-        {"status": "splendid"},
-        {"status": []},
-        {"parts": [1.0]},
-        {"parts": {"a": "b"}},
-        {"detail": 1},
-        {"parsed": 5},
+        *({"reward": value} for value in (float("nan"), "1", 1)),
+        *(
+            {"status": "splendid"},
+            {"status": []},
+            {"parts": [1.0]},
+            {"parts": {"a": "b"}},
+            {"detail": 1},
+            {"parsed": 5},
+        ),
         None,
     ],
 )

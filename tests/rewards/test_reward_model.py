@@ -22,18 +22,8 @@ from reward_model_parts import (
 from stub_endpoint import Fault, message, stub_endpoint
 
 from assay.config import JudgeConfig
-from assay.rewards import JudgePanel, JudgePool, MathJudge
+from assay.rewards import JudgePanel, JudgePool, MathJudge, reward_model
 from assay.rewards.model_judge import ModelJudge
-from assay.rewards.reward_model import (
-    RewardModelJudge,
-    RewardModelProcess,
-    RewardModelWorker,
-    local_identity,
-    make_model_judge,
-    outputs_in,
-    reward_of,
-    score_of,
-)
 from assay.system.spawn import WorkerDied
 from assay.types import Prompt, Status, UserError
 
@@ -46,7 +36,7 @@ def settings(**values: Any) -> JudgeConfig:
     return JudgeConfig(**{"kind": "reward_model", "cache": "", "retries": 0, "device": "cpu"} | values)
 
 
-def items(judge: RewardModelJudge, answers: list[str] = ANSWERS) -> list[Any]:
+def items(judge: reward_model.RewardModelJudge, answers: list[str] = ANSWERS) -> list[Any]:
     return [(answer, PROMPT.answer, judge.fields(PROMPT)) for answer in answers]
 
 
@@ -66,7 +56,7 @@ def logits(folder: Path) -> list[float]:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RewardModelProcess, "_start", lambda process: LocalWorker(*process._load))
+    monkeypatch.setattr(reward_model.RewardModelProcess, "_start", lambda process: LocalWorker(*process._load))
 
 
 def classify_reply(outputs: list[float]) -> dict[str, Any]:
@@ -76,10 +66,9 @@ def classify_reply(outputs: list[float]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_reward_is_the_score_of_the_model_in_its_own_process(folder: Path, logits: list[float]) -> None:
-    with RewardModelJudge(settings(model=str(folder))) as judge:
+    with reward_model.RewardModelJudge(settings(model=str(folder))) as judge:
         assert judge.process.worker is None  # it starts with the first call
         assert [verdict.reward for verdict in judge.judge(items(judge))] == pytest.approx(logits, abs=1e-5)
-        assert judge.process.worker is not None
         os.kill(judge.process.worker.process.pid, signal.SIGKILL)
         failed = judge.judge(items(judge))
         assert {verdict.status for verdict in failed} == {Status.ERROR} and "ended" in failed[0].detail
@@ -91,7 +80,7 @@ def test_a_process_that_dies_fails_the_answers_and_is_started_again(
     def die(*arguments: Any) -> None:
         raise WorkerDied(-signal.SIGKILL)
 
-    with RewardModelJudge(settings(model=str(folder))) as judge:
+    with reward_model.RewardModelJudge(settings(model=str(folder))) as judge:
         judge.judge(items(judge)[:1])
         monkeypatch.setattr(judge.process.worker, "call", die)
         failed = judge.judge(items(judge))
@@ -104,25 +93,25 @@ def test_equal_answers_are_judged_once_and_outputs_are_cached(
 ) -> None:
     threshold = sum(sorted(logits)[:2]) / 2
     cfg, reported = settings(model=str(folder), cache=str(tmp_path / "cache"), threshold=threshold), list[int]()
-    with RewardModelJudge(cfg) as judge:
+    with reward_model.RewardModelJudge(cfg) as judge:
         verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
     assert [verdict.parts["score"] for verdict in verdicts] == [verdict.reward for verdict in verdicts]
     assert sum(verdict.status is Status.OK for verdict in verdicts[:3]) == 2 and judge.judged == 3
     assert reported == [0, 4] and verdicts[3] == verdicts[0]
-    with RewardModelJudge(cfg) as again:
+    with reward_model.RewardModelJudge(cfg) as again:
         assert again.judge(items(again)) == verdicts[:3]
         assert again.process.worker is None and again.cached == 3  # no process was started
         assert "3 from the cache" in again.describe_usage()
-    before = local_identity(str(folder))  # part of the requests by which replies are cached
+    before = reward_model.local_identity(str(folder))  # part of the requests by which replies are cached
     os.utime(folder / "model.safetensors")
-    assert local_identity(str(folder)) != before  # another model in the same folder
+    assert reward_model.local_identity(str(folder)) != before  # another model in the same folder
 
 
 @pytest.mark.parametrize("outputs", ["[NaN]", "[1e999]", "[1" + "0" * 400 + "]", '["1"]', "[true]", "[]"])
 def test_cached_outputs_that_are_not_finite_numbers_are_requested_again(tmp_path: Path, outputs: str) -> None:
     with (
         stub_endpoint(lambda _: classify_reply([0.25]), plain=True) as server,
-        RewardModelJudge(settings(model="rm", url=server.url, cache=str(tmp_path))) as judge,
+        reward_model.RewardModelJudge(settings(model="rm", url=server.url, cache=str(tmp_path))) as judge,
     ):
         (first,) = judge.judge(items(judge, ["a"]))
         (file,) = tmp_path.rglob("*.json")
@@ -133,27 +122,29 @@ def test_cached_outputs_that_are_not_finite_numbers_are_requested_again(tmp_path
 
 
 def test_offset_factor_and_sigmoid_scale_the_score() -> None:
-    assert reward_of(3.0, settings(model="m", offset=1.0, factor=0.5)) == 1.0
-    assert reward_of(3.0, settings(model="m", offset=3.0, sigmoid=True)) == 0.5
+    assert reward_model.reward_of(3.0, settings(model="m", offset=1.0, factor=0.5)) == 1.0
+    assert reward_model.reward_of(3.0, settings(model="m", offset=3.0, sigmoid=True)) == 0.5
     for score in (-800.0, -2.0, 2.0, 800.0):
         exact = 1 / (1 + math.exp(-score)) if score > -700 else 0.0
-        assert reward_of(score, settings(model="m", sigmoid=True)) == pytest.approx(exact)
+        assert reward_model.reward_of(score, settings(model="m", sigmoid=True)) == pytest.approx(exact)
 
 
 def test_one_of_several_labels_or_their_expected_value_is_the_score() -> None:
     outputs = [math.log(0.1), math.log(0.6), math.log(0.3)]
-    assert score_of(outputs, settings(model="m", label=2)) == outputs[2]
-    assert score_of(outputs, settings(model="m", label_values=[1.0, 2.0, 3.0])) == pytest.approx(0.1 + 1.2 + 0.9)
+    assert reward_model.score_of(outputs, settings(model="m", label=2)) == outputs[2]
+    assert reward_model.score_of(outputs, settings(model="m", label_values=[1.0, 2.0, 3.0])) == pytest.approx(
+        0.1 + 1.2 + 0.9
+    )
     with pytest.raises(UserError, match=r"judge.label = 3, but the model has 3 outputs"):
-        score_of(outputs, settings(model="m", label=3))
+        reward_model.score_of(outputs, settings(model="m", label=3))
     with pytest.raises(UserError, match=r"judge.label_values has 2 values, the model 3 outputs"):
-        score_of(outputs, settings(model="m", label_values=[1.0, 2.0]))
+        reward_model.score_of(outputs, settings(model="m", label_values=[1.0, 2.0]))
     with pytest.raises(UserError, match="not finite"):
-        score_of([math.nan], settings(model="m"))
+        reward_model.score_of([math.nan], settings(model="m"))
 
 
 def test_an_answer_that_is_too_long_is_a_failure_not_a_zero(folder: Path, in_this_process: None) -> None:
-    with RewardModelJudge(settings(model=str(folder))) as judge:
+    with reward_model.RewardModelJudge(settings(model=str(folder))) as judge:
         panel = JudgePanel(judge, 2.0, JudgePool(MathJudge("hash"), workers=0))
         texts = ["four #### 4", "five #### 5", "very " * 40]
         ((right, wrong, failed),) = panel.judge_groups([(texts, "4", judge.fields(PROMPT))])
@@ -163,13 +154,13 @@ def test_an_answer_that_is_too_long_is_a_failure_not_a_zero(folder: Path, in_thi
 
 
 def test_missing_models_and_tokenizers_are_named(tmp_path: Path, in_this_process: None) -> None:
-    judge = RewardModelJudge(settings(model=str(tmp_path / "missing")))
+    judge = reward_model.RewardModelJudge(settings(model=str(tmp_path / "missing")))
     with judge, pytest.raises(UserError, match=r"judge.model: '.*missing' cannot be loaded"):
         judge.judge(items(judge))
     with pytest.raises(UserError, match=r"set judge.model"):
-        RewardModelJudge(settings())
+        reward_model.RewardModelJudge(settings())
     with pytest.raises(UserError, match=r"needs judge.tokenizer"):
-        RewardModelJudge(settings(model="rm", url="http://127.0.0.1:1", api="sglang"))
+        reward_model.RewardModelJudge(settings(model="rm", url="http://127.0.0.1:1", api="sglang"))
 
 
 @pytest.mark.parametrize("with_v1", ["", "/v1"])
@@ -177,7 +168,7 @@ def test_vllm_gets_the_messages_and_its_outputs_are_the_scores(tmp_path: Path, w
     scores = {"four": 1.5, "five": -2.0}
     with stub_endpoint(lambda body: classify_reply([scores[body["messages"][-1]["content"]]]), plain=True) as server:
         cfg = settings(model="rm", url=server.url + with_v1, cache=str(tmp_path / "cache"), extra={"priority": 1})
-        with RewardModelJudge(cfg) as judge:
+        with reward_model.RewardModelJudge(cfg) as judge:
             verdicts = judge.judge(items(judge, ["four", "five", "four"]))
             assert judge.judge(items(judge, ["four"])) == verdicts[:1]
         assert [verdict.reward for verdict in verdicts] == [1.5, -2.0, 1.5]
@@ -199,7 +190,9 @@ def test_token_ids_are_sent_if_the_tokenizer_is_known(
 ) -> None:
     save_tokenizer(tmp_path)
     with stub_endpoint(lambda _: reply, plain=True) as server:
-        with RewardModelJudge(settings(model="rm", url=server.url, api=api, tokenizer=str(tmp_path))) as judge:
+        with reward_model.RewardModelJudge(
+            settings(model="rm", url=server.url, api=api, tokenizer=str(tmp_path))
+        ) as judge:
             assert judge.judge(items(judge, ["four"]))[0].reward == 0.25
         (body,) = server.requests
     assert server.paths == [path] and judge.usage.prompt_tokens == 9 and "messages" not in body
@@ -213,25 +206,27 @@ def test_failures_of_the_endpoint_are_statuses() -> None:
         "very very nice four": {"data": [{"text": "no"}]},
     }
     with stub_endpoint(lambda body: replies[body["messages"][-1]["content"]], plain=True) as server:
-        with RewardModelJudge(settings(model="rm", url=server.url)) as judge:
+        with reward_model.RewardModelJudge(settings(model="rm", url=server.url)) as judge:
             good, refused, garbage = judge.judge(items(judge))
         assert good.status is Status.OK and refused.status is garbage.status is Status.ERROR
         assert "answered 400: broken" in refused.detail and "no outputs of a classification model" in garbage.detail
-    with RewardModelJudge(settings(model="rm", url=server.url)) as judge:
+    with reward_model.RewardModelJudge(settings(model="rm", url=server.url)) as judge:
         (gone,) = judge.judge(items(judge, ["four"]))
         assert gone.status is Status.ERROR and "not reachable" in gone.detail
 
 
 def test_outputs_of_another_form_are_none() -> None:
-    assert outputs_in({"embedding": [0.25]}) == [0.25]
+    assert reward_model.outputs_in({"embedding": [0.25]}) == [0.25]
     for answer in ({}, {"data": []}, {"data": [{"probs": []}]}, {"embedding": ["a"]}, {"embedding": [10**400]}):
-        assert outputs_in(answer) is None
+        assert reward_model.outputs_in(answer) is None
 
 
 def test_the_kind_of_judge_is_a_setting() -> None:
-    with make_model_judge(settings(model="rm", url="http://127.0.0.1:1")) as judge:
-        assert isinstance(judge, RewardModelJudge)
-    with make_model_judge(JudgeConfig(model="m", url="http://127.0.0.1:1", rubric="Be nice.", cache="")) as judge:
+    with reward_model.make_model_judge(settings(model="rm", url="http://127.0.0.1:1")) as judge:
+        assert isinstance(judge, reward_model.RewardModelJudge)
+    with reward_model.make_model_judge(
+        JudgeConfig(model="m", url="http://127.0.0.1:1", rubric="Be nice.", cache="")
+    ) as judge:
         assert isinstance(judge, ModelJudge)
 
 
@@ -241,8 +236,8 @@ def test_the_kind_of_judge_is_a_setting() -> None:
 SPOKEN = ["four", "five", "very very nice four", "bad", "the answer is very very very very good"]
 
 
-def loaded(folder: Path) -> RewardModelWorker:
-    worker = RewardModelWorker()
+def loaded(folder: Path) -> reward_model.RewardModelWorker:
+    worker = reward_model.RewardModelWorker()
     worker.load(str(folder), "cpu")
     return worker
 
@@ -286,7 +281,7 @@ def test_batches_have_similar_lengths_and_stay_below_the_limit(tmp_path: Path, m
 )
 def test_conversations_are_rendered_by_the_template(tmp_path: Path, template: str | None, text: str) -> None:
     save_tokenizer(tmp_path, template)
-    worker = RewardModelWorker()
+    worker = reward_model.RewardModelWorker()
     worker.load(str(tmp_path), "cpu", with_model=False)
     assert worker.render([talk("four")]) == [ids_of(text)]
 

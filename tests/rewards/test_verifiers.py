@@ -98,14 +98,8 @@ def test_unreadable_countdown_expressions_have_a_reason() -> None:
 @pytest.mark.parametrize(
     ("expression", "why"),
     [
-        ("3*4", "numbers"),
-        ("3*4+5+5-5", "numbers"),
-        ("34/2", "numbers"),
-        ("17", "numbers"),
-        ("3+4+5", "equals 12"),
-        ("3*4+5=18", "says"),
-        ("5/(4-3-1)", "zero"),
-        ("3/(4*0)", "zero"),
+        *((expression, "numbers") for expression in ("3*4", "3*4+5+5-5", "34/2", "17")),
+        *(("3+4+5", "equals 12"), ("3*4+5=18", "says"), ("5/(4-3-1)", "zero"), ("3/(4*0)", "zero")),
         ("3+4/5", "equals 19/5"),
         ("-" * 389 + "3*4+5", "equals -7, not 17"),
     ],
@@ -117,11 +111,7 @@ def test_wrong_countdown_solutions_have_a_reason(expression: str, why: str) -> N
 
 @pytest.mark.parametrize(
     ("expression", "nums", "target"),
-    [
-        ("8/(3-8/3)", [3, 3, 8, 8], 24),
-        (r"\frac{8}{3-\frac{8}{3}}", [3, 3, 8, 8], 24),
-        ("1/3+1/3+1/3", [1, 3] * 3, 1),
-    ],
+    [("8/(3-8/3)", [3, 3, 8, 8], 24), (r"\frac{8}{3-\frac{8}{3}}", [3, 3, 8, 8], 24), ("1/3+1/3+1/3", [1, 3] * 3, 1)],
 )
 def test_countdown_arithmetic_is_exact(expression: str, nums: list[int], target: int) -> None:
     assert judge(expression, {"nums": nums, "target": target})[0] is Status.OK

@@ -6,7 +6,6 @@ import asyncio
 import random
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from processes import start
+from waiting import comes_true, until
 
 from assay.bench import engine as bench
 from assay.bench.engine import Rounds
@@ -45,17 +45,17 @@ def collector(
     limits: Limits = Limits(step_tokens=24),  # noqa: B008
     length: int = 320,
     dtype: torch.dtype = torch.float32,
+    device: str = "cuda",
     **options: Any,
 ) -> Collector:
+    """`device`: of the mesh. If it is a GPU, slow environments are stepped in threads; the engine runs on the CPU."""
     words = getattr(env, "words", None)
     tokenizer = word_tokenizer(words()) if words else char_tokenizer()
     policy = build_preset("nano", tokenizer.vocab_size, length, seed=3).to(dtype)
     renderer = Renderer(tokenizer)
-    engine = make_engine(
-        "native", policy, device="cpu", dtype=dtype, max_length=length, decode=renderer.decode, **options
-    )
-    # The mesh names a GPU, so slow environments are stepped in threads; the engine runs on the CPU.
-    mesh = Mesh(device=torch.device("cuda"))
+    options |= {"max_length": length, "decode": renderer.decode}
+    engine = make_engine("native", policy, device="cpu", dtype=dtype, **options)
+    mesh = Mesh(device=torch.device(device))
     return Collector(engine, renderer, JudgePool(env.judge(), 0, 5.0), mesh, env=env, limits=limits)
 
 
@@ -181,10 +181,8 @@ FIRST = Chatter().prompts("train")[0].fields["episode_seed"]
 
 class AsyncSleeper(Sleeper):
     async def step(self, action: str) -> Any:
-        until = time.monotonic() + 60
-        while self.seed == FIRST and not self.enough.is_set():
-            assert time.monotonic() < until, "the engine waits for this step"
-            await asyncio.sleep(0.001)
+        if self.seed == FIRST:
+            assert await asyncio.to_thread(self.enough.wait, 60), "the engine waits for this step"
         return super().step(action)
 
 
@@ -215,8 +213,7 @@ def test_slow_environments_use_no_threads_on_a_cpu() -> None:
             assert threading.current_thread() is threading.main_thread()
             return super().step(action)
 
-    part = collector(Named(), max_batch=12)
-    part.mesh = Mesh()
+    part = collector(Named(), device="cpu", max_batch=12)
     found = part.collect(Chatter().prompts("train")[:3], PARAMS, (1, 1))
     assert Status.ERROR not in {r.verdict.status for r in rollouts(found) if r.verdict}
 
@@ -234,8 +231,7 @@ def test_errors_and_time_limits_of_steps_end_only_their_episodes(monkeypatch: py
                 raise KeyError("lost")
             return threading.Event().wait() if self.seed == FIRST else super().step(action)
 
-    part = collector(Hanging(), Limits(step_tokens=24, seconds=0.2), max_batch=12)
-    part.mesh = Mesh(device=torch.device(device))
+    part = collector(Hanging(), Limits(step_tokens=24, seconds=0.2), device=device, max_batch=12)
     found = part.collect(prompts, replace(PARAMS, n=1), (1, 1))
     first, second, *others = [rollout.verdict for rollout in rollouts(found) if rollout.verdict]
     assert first.status is Status.ERROR and "longer than 0.2 s" in first.detail
@@ -251,9 +247,7 @@ def test_long_step_without_a_time_limit_is_reported(monkeypatch: pytest.MonkeyPa
     env.slow = how == "slow"
 
     def step(episode: Env, action: str) -> Any:
-        until = time.monotonic() + 30
-        while not found and time.monotonic() < until:
-            time.sleep(0.01)
+        comes_true(lambda: bool(found), 30)
         return Chatter.step(episode, action)  # type: ignore[arg-type]
 
     async def step_async(episode: Env, action: str) -> Any:
@@ -281,19 +275,13 @@ class AsyncChatter(Chatter):
         return super().step(action)
 
 
-def on_cpu(env: Env, **options: Any) -> Collector:
-    part = collector(env, **options)
-    part.mesh = Mesh()
-    return part
-
-
 def test_async_environment_gives_the_same_bits_as_a_plain_one() -> None:
     """Results are applied in the order of requests and samples, whatever the order in which the steps end."""
     prompts = Chatter().prompts("train")[:8]
     assert list(AsyncChatter().prompts("train")[:8]) == list(prompts)
     found = []
     for env in (Chatter(), AsyncChatter(), AsyncChatter()):
-        part = on_cpu(env, max_batch=12)
+        part = collector(env, device="cpu", max_batch=12)
         added, engine = [], cast(Any, part.engine)
         add = engine.add
         engine.add = lambda request, add=add, added=added: (added.append(request), add(request))[1]
@@ -374,10 +362,7 @@ def test_errors_and_time_limits_of_async_steps_end_only_their_episodes(
     assert {verdict.status for verdict in failed} == {Status.ERROR} and fine.status is Status.OK
     details = "KeyError", "CancelledError", "SystemExit", "step must return", "longer than 0.2 s"
     assert all(text in verdict.detail for verdict, text in zip(failed, details, strict=True)), failed
-    deadline = time.monotonic() + 30
-    while sorted(released) != [4, 5] and time.monotonic() < deadline:
-        time.sleep(0.001)  # the event loop of the environment is cancelling the step
-    assert sorted(released) == [4, 5]
+    until(lambda: sorted(released) == [4, 5], 30)  # the event loop of the environment is cancelling the step
     assert_nothing_left(part)
 
 
@@ -401,10 +386,7 @@ def test_dropped_group_cancels_its_async_steps() -> None:
     stream.start([ticket])
     assert running.wait(30)
     assert stream.drop([ticket]) == [1]
-    until = time.monotonic() + 30
-    while not events and time.monotonic() < until:
-        time.sleep(0.01)
-    assert events == ["cancelled"]
+    until(lambda: events == ["cancelled"], 30)
     stream.close()
     thread.close()
     assert_nothing_left(part)
@@ -417,7 +399,7 @@ def test_failing_async_reset_is_an_error_of_the_run() -> None:
                 raise OSError("no connection")
             return super().reset(seed=seed)
 
-    part = on_cpu(Broken(), max_batch=12)
+    part = collector(Broken(), device="cpu", max_batch=12)
     with pytest.raises(UserError, match=r"reset.*no connection"):
         part.collect(Chatter().prompts("train")[:2], PARAMS, (1, 1))
     assert_nothing_left(part)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import comes_true
 
 from assay.runs.console import (
     INTERVAL,
@@ -30,9 +30,7 @@ class Terminal(io.StringIO):
 
 def wait_for(out: io.StringIO, text: str) -> str:
     """The output, as soon as the live display, which is refreshed by a thread, has shown the text."""
-    deadline = time.monotonic() + 10
-    while text not in out.getvalue() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    comes_true(lambda: text in out.getvalue(), 10)
     return out.getvalue()
 
 
@@ -55,14 +53,9 @@ def plain() -> tuple[Console, io.StringIO, Clock]:
 def test_plain_lines_show_metrics_and_remaining_time() -> None:
     console, out, clock = plain()
     console.start(240, "demo")
-    for step, metrics in enumerate(
-        [
-            {"reward/mean": 0.412, "length/mean": 31.4, "time/step": 0.612},
-            {"reward/mean": 0.5, "eval/accuracy": 0.521},
-            {"reward/mean": float("nan"), "length/mean": None},
-        ],
-        1,
-    ):
+    first = {"reward/mean": 0.412, "length/mean": 31.4, "time/step": 0.612}
+    rest = {"reward/mean": 0.5, "eval/accuracy": 0.521}, {"reward/mean": float("nan"), "length/mean": None}
+    for step, metrics in enumerate((first, *rest), 1):
         clock.now += INTERVAL
         console.step(step, metrics)
     console.note("saved [step 3]")

@@ -209,7 +209,6 @@ time.sleep(60)
 def test_one_writer_at_a_time_and_the_lock_is_released_on_death(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
         run = Run.open(tmp_path / "held")  # reading is free
         assert run.state == "running"

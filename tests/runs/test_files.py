@@ -133,8 +133,7 @@ def test_every_metric_in_the_list_is_written_by_the_program() -> None:
     assert not [name for name in last_parts if name not in words and not re.search(rf"\b{name}\b", source)]
 
 
-def test_metrics_of_a_run_have_a_meaning(tmp_path: Path, no_curves: None) -> None:
-    small = SmallRuns(tmp_path)
+def test_metrics_of_a_run_have_a_meaning(small: SmallRuns) -> None:
     assert small.train("--eval.every", "1", "--eval.samples", "2", "--sft.steps", "1", "--algo.kl_coef", "0.1") == 0
     names = {name for row in small.metrics() for name in row} - {"step"}
     assert len(names) > 50 and not [name for name in names if meaning(name) is None]

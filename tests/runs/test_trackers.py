@@ -80,15 +80,12 @@ def test_the_table_has_the_chosen_number_of_rollouts_from_all_groups() -> None:
     assert [row[4] for row in rows[0]] == [0.0, 0.5] and [row[4] for row in rows[1]] == [0.0, 0.25, 0.5, 1.0]
 
 
-def test_a_run_and_its_resumption_log_all_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None
-) -> None:
+def test_a_run_and_its_resumption_log_all_steps(small: SmallRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setitem(module.TRACKERS, "trackio", ("Stand-in", "json", lambda project, run: StandIn(calls)))
-    runs = SmallRuns(tmp_path)
-    assert runs.train("--log.trackio", "p", "--log.rollouts", 2, "--train.steps", 1) == 0
+    assert small.train("--log.trackio", "p", "--log.rollouts", 2, "--train.steps", 1) == 0
     assert calls[-1] == ("close", False)
-    assert runs.resume("small", "--train.steps", 2) == 0
+    assert small.resume("small", "--train.steps", 2) == 0
     assert [call[1] for call in calls if call[0] == "rollouts"] == [1, 2]
     assert {call[1] for call in calls if call[0] == "log" and "reward/mean" in call[2]} == {1, 2}
 

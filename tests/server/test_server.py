@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,23 +30,15 @@ from serve_parts import (
     serving,
     tiny_model,
 )
+from waiting import until
 
 from assay.config import HttpConfig
 from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.base import EngineLoad, RequestError
 from assay.engine.client import EngineClient, LocalClient, cancelled
+from assay.server import service
 from assay.server.protocol import ApiError
 from assay.server.server import PipeEngine, PipeServer, listeners_of, nothing
-from assay.server.service import (
-    ACTIVE,
-    FIRST_TOKEN,
-    SIZE,
-    Metrics,
-    RequestBatches,
-    RunningSamples,
-    api_key_of,
-    until_disconnect,
-)
 from assay.server.trainer_api import EngineControl
 from assay.system import http_server
 from assay.system.http_server import bind
@@ -57,11 +48,11 @@ from assay.types import UserError
 
 def test_only_loopback_may_be_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="set an API key with --api-key-env"):
-        api_key_of(HttpConfig(host="0.0.0.0"))
+        service.api_key_of(HttpConfig(host="0.0.0.0"))
     with pytest.raises(UserError, match="TEST_KEY is not set"):
-        api_key_of(HttpConfig(api_key_env="TEST_KEY"))
+        service.api_key_of(HttpConfig(api_key_env="TEST_KEY"))
     monkeypatch.setenv("TEST_KEY", "secret")
-    assert api_key_of(HttpConfig(host="0.0.0.0", api_key_env="TEST_KEY")) == "secret"
+    assert service.api_key_of(HttpConfig(host="0.0.0.0", api_key_env="TEST_KEY")) == "secret"
 
 
 def test_connections_without_headers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,10 +257,7 @@ def test_overload_is_answered_with_429_and_ends(server: RunningServer) -> None:
             answer = post(server, {"prompt": "Hi", "n": 3, "max_tokens": 1})
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["type"] == "rate_limit_error"
-        deadline = time.monotonic() + 30
-        while post(server, {"prompt": "Hi", "n": 3, "max_tokens": 1}).status_code != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: post(server, {"prompt": "Hi", "n": 3, "max_tokens": 1}).status_code == 200, 30)
 
 
 def test_foreign_host_names_are_rejected(server: RunningServer) -> None:
@@ -335,8 +323,8 @@ async def until_idle(engine: NativeEngine) -> None:
 
 def test_a_cancelled_handler_of_a_connected_client_is_not_taken_for_a_disconnect(engine: NativeEngine) -> None:
     async def handler(client: EngineClient) -> None:
-        async with until_disconnect({}, asyncio.Event().wait):
-            with RunningSamples(client, [Request([1], LONG, seed=0)]) as samples:
+        async with service.until_disconnect({}, asyncio.Event().wait):
+            with service.RunningSamples(client, [Request([1], LONG, seed=0)]) as samples:
                 await samples.events()
 
     async def stop(client: EngineClient) -> None:
@@ -363,11 +351,11 @@ def test_a_batch_reaches_an_idle_engine_together_and_in_order(
     monkeypatch.setattr(engine, "step", recorded)
 
     async def submit(client: EngineClient) -> None:
-        joined = RequestBatches()
+        joined = service.RequestBatches()
 
         async def handler(index: int) -> None:
             await joined.join("a", index, 3)
-            with RunningSamples(client, [Request([1, index], SHORT, seed=index)]) as samples:
+            with service.RunningSamples(client, [Request([1, index], SHORT, seed=index)]) as samples:
                 await samples.completions()
 
         await asyncio.gather(*map(handler, (2, 0, 1)))
@@ -378,7 +366,7 @@ def test_a_batch_reaches_an_idle_engine_together_and_in_order(
 
 def test_a_duplicate_in_a_batch_is_rejected_and_an_incomplete_batch_starts_after_a_while() -> None:
     async def run() -> None:
-        batches, started = RequestBatches(timeout_s=0.05), list[int]()
+        batches, started = service.RequestBatches(timeout_s=0.05), list[int]()
 
         async def handler(index: int) -> None:
             await batches.join("a", index, 3)
@@ -402,14 +390,14 @@ def values(text: str) -> dict[str, float]:
 
 
 def test_any_process_reports_the_sums() -> None:
-    shared = [0.0] * 2 * SIZE
-    first, second = Metrics(shared, 0), Metrics(shared, 1)
+    shared = [0.0] * 2 * service.SIZE
+    first, second = service.Metrics(shared, 0), service.Metrics(shared, 1)
     for metrics, seconds in ((first, 0.02), (second, 0.02), (second, 7.0), (second, 1e6)):
-        metrics.observe(FIRST_TOKEN, seconds)
+        metrics.observe(service.FIRST_TOKEN, seconds)
         metrics.count_request("completions", 200)
     second.count_request("chat", 429)
     second.count_request("chat", 599)
-    first.add(ACTIVE, 3)
+    first.add(service.ACTIVE, 3)
     text = first.render(EngineLoad(running=2, waiting=1, kv_blocks_used=5, kv_blocks=9), version=4)
     assert text == second.render(EngineLoad(running=2, waiting=1, kv_blocks_used=5, kv_blocks=9), version=4)
     reported = values(text)

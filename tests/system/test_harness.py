@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from assay.system.harness import (
-    PlainDecoder,
-    PlainEncoder,
-    TooLarge,
-    difference,
-    shown,
-)
+from assay.system.harness import PlainDecoder, PlainEncoder, TooLarge, difference, shown
 from assay.system.spawn import BadMessage
 
 

@@ -87,7 +87,6 @@ def test_a_program_can_be_restarted(tmp_path: Path) -> None:
 def test_no_process_is_left_if_the_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(log), PROGRAM], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     until(lambda: log.exists() and log.read_text().endswith("\n"))
     grandchild = int(log.read_text())

@@ -218,7 +218,7 @@ READ_TOKEN = """
 
 
 @linux
-def test_rewards_cannot_read_tokens_of_the_parent(reward: Reward, tmp_path: Path) -> None:
+def test_rewards_cannot_read_tokens_of_the_parent(reward: Reward) -> None:
     judge = reward(READ_TOKEN)
     script = textwrap.dedent("""
         import sys

@@ -20,52 +20,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
-from assay.system.spawn import (
-    MAX_JSON,
-    BadMessage,
-    ChildProcess,
-    JsonReader,
-    LoopPipe,
-    RemoteWorker,
-    WorkerDied,
-    encode_json,
-    exit_reason,
-    ignore_stop_signals,
-    receive,
-    reply,
-    send,
-    send_bytes,
-    send_json,
-    take_pipes,
-)
+from assay.system import spawn
 
 
 def main() -> None:
     """The child: answers commands."""
-    incoming, outgoing = take_pipes()
-    ignore_stop_signals()
+    incoming, outgoing = spawn.take_pipes()
+    spawn.ignore_stop_signals()
     print("this goes to stderr, not into the messages")
     while True:
-        command, argument = receive(incoming)
+        command, argument = spawn.receive(incoming)
         if command == "exit":
             os._exit(argument)
         if command == "program":  # programs that a child starts receive stop signals as usual
             program = subprocess.Popen(["sleep", "60"])
             program.send_signal(argument)
-            send(outgoing, program.wait())
+            spawn.send(outgoing, program.wait())
         if command == "echo":
-            send(outgoing, argument)
+            spawn.send(outgoing, argument)
 
 
 @pytest.fixture
-def child() -> Iterator[ChildProcess]:
-    process = ChildProcess(__name__)
+def child() -> Iterator[spawn.ChildProcess]:
+    process = spawn.ChildProcess(__name__)
     yield process
     process.close()
 
 
-def test_messages_are_exchanged_with_a_child(child: ChildProcess) -> None:
+def test_messages_are_exchanged_with_a_child(child: spawn.ChildProcess) -> None:
     for message in ("text", {"a": [1.5, None]}, b"x" * 1_000_000):
         child.send(("echo", message))
         assert child.receive() == message
@@ -73,7 +57,9 @@ def test_messages_are_exchanged_with_a_child(child: ChildProcess) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stop_signals_end_neither_a_starting_nor_a_running_child(child: ChildProcess, signum: signal.Signals) -> None:
+def test_stop_signals_end_neither_a_starting_nor_a_running_child(
+    child: spawn.ChildProcess, signum: signal.Signals
+) -> None:
     child.process.send_signal(signum)  # it is still starting
     child.send(("echo", 1))
     assert child.receive() == 1
@@ -83,7 +69,7 @@ def test_stop_signals_end_neither_a_starting_nor_a_running_child(child: ChildPro
     assert child.running
 
 
-def test_end_of_a_child(child: ChildProcess) -> None:
+def test_end_of_a_child(child: spawn.ChildProcess) -> None:
     child.send(("exit", 3))
     with pytest.raises(EOFError):
         child.receive()
@@ -91,18 +77,16 @@ def test_end_of_a_child(child: ChildProcess) -> None:
     assert child.close() == "exit code 3"
 
 
-def test_stop_kills_a_child_and_close_reports_it(child: ChildProcess) -> None:
+def test_stop_kills_a_child_and_close_reports_it(child: spawn.ChildProcess) -> None:
     child.stop()
-    deadline = time.monotonic() + 30
-    while child.running and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not child.running, 30)
     child.stop()  # has no effect on a process that has ended
     assert child.close() == "killed by SIGKILL"
 
 
 def test_exit_reason() -> None:
     reasons = {0: "exit code 0", -9: "killed by SIGKILL", 139: "killed by SIGSEGV", 255: "exit code 255"}
-    assert {code: exit_reason(code) for code in reasons} == reasons
+    assert {code: spawn.exit_reason(code) for code in reasons} == reasons
 
 
 MODULE = """
@@ -146,20 +130,20 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def worker(module: str) -> Iterator[RemoteWorker]:
-    worker = RemoteWorker(module)
+def worker(module: str) -> Iterator[spawn.RemoteWorker]:
+    worker = spawn.RemoteWorker(module)
     yield worker
     worker.close()
 
 
-def test_results_warnings_and_errors_come_back_and_stop_signals_are_ignored(worker: RemoteWorker) -> None:
+def test_results_warnings_and_errors_come_back_and_stop_signals_are_ignored(worker: spawn.RemoteWorker) -> None:
     with pytest.warns(FutureWarning, match="take care"):
         assert worker.call("add", 2, 3) == 5
     with pytest.raises(KeyError, match="no such entry") as raised:
         worker.call("fail")
     assert "in fail" in raised.value.__notes__[0]  # the traceback of the worker
     assert worker.call("interrupted") == "still alive"
-    with pytest.raises(WorkerDied) as died:
+    with pytest.raises(spawn.WorkerDied) as died:
         worker.call("die")
     assert died.value.exit_code == -signal.SIGKILL and not worker.running
 
@@ -167,9 +151,8 @@ def test_results_warnings_and_errors_come_back_and_stop_signals_are_ignored(work
 def test_a_worker_inherits_descriptors_and_ends_when_its_pipe_is_closed(module: str) -> None:
     reading, writing = os.pipe()
     os.write(writing, b"content")
-    worker = RemoteWorker(module, pass_fds=[reading])
+    worker = spawn.RemoteWorker(module, pass_fds=[reading])
     assert worker.call("read", reading) == b"content"
-    assert worker.process.stdin is not None
     worker.process.stdin.close()  # as the end of this process would
     assert worker.process.wait() == 1
     worker.close()
@@ -181,7 +164,7 @@ def test_an_error_that_cannot_be_pickled_is_replaced_by_a_runtime_error() -> Non
     def fail() -> None:
         raise Odd("this", "that")
 
-    result, error, _ = reply(fail, ())
+    result, error, _ = spawn.reply(fail, ())
     assert result is None and isinstance(error, RuntimeError) and str(error) == "Odd: this and that"
 
 
@@ -203,13 +186,13 @@ def soon() -> float:
 
 def test_messages_are_received_one_by_one_however_they_arrive(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    reader = JsonReader(reading)
+    reader = spawn.JsonReader(reading)
     messages = [{"kind": "verdict", "text": "é\ud800\U0001f600" * size, "reward": 0.1} for size in (0, 1, 5, 3000)]
     for message in messages:
-        send_json(writing, message)
+        spawn.send_json(writing, message)
     assert [reader.receive(soon()) for _ in messages] == messages
     for message in messages[:3]:
-        stream = struct.pack("<Q", len(encode_json(message))) + encode_json(message)
+        stream = struct.pack("<Q", len(spawn.encode_json(message))) + spawn.encode_json(message)
         writer = threading.Thread(
             target=lambda data=stream: [os.write(writing, data[i : i + 1]) for i in range(len(data))]
         )
@@ -220,18 +203,18 @@ def test_messages_are_received_one_by_one_however_they_arrive(pipe: tuple[int, i
 
 def test_large_message_is_received_completely(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    message = {"kind": "verdict", "text": "x" * (MAX_JSON - 100)}
-    writer = threading.Thread(target=lambda: send_json(writing, message))
+    message = {"kind": "verdict", "text": "x" * (spawn.MAX_JSON - 100)}
+    writer = threading.Thread(target=lambda: spawn.send_json(writing, message))
     writer.start()
-    assert JsonReader(reading).receive(soon()) == message
+    assert spawn.JsonReader(reading).receive(soon()) == message
     writer.join()
-    with pytest.raises(BadMessage, match="longer"):
-        encode_json({"kind": "x" * MAX_JSON})
+    with pytest.raises(spawn.BadMessage, match="longer"):
+        spawn.encode_json({"kind": "x" * spawn.MAX_JSON})
 
 
 def test_closed_pipe_and_deadline_raise_different_errors(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    reader = JsonReader(reading)
+    reader = spawn.JsonReader(reading)
     with pytest.raises(TimeoutError):
         reader.receive(time.monotonic() + 0.01)
     os.write(writing, b"\x05\0\0")  # a part of the length
@@ -258,25 +241,25 @@ BAD = (
 def test_invalid_payloads_are_rejected(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     for payload in BAD:
-        writer = threading.Thread(target=send_bytes, args=(writing, payload))
+        writer = threading.Thread(target=spawn.send_bytes, args=(writing, payload))
         writer.start()
-        with pytest.raises(BadMessage):
-            JsonReader(reading).receive(soon())
+        with pytest.raises(spawn.BadMessage):
+            spawn.JsonReader(reading).receive(soon())
         writer.join()
     assert not _Executed.ran
 
 
 def test_excessive_lengths_are_rejected_before_reading(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    os.write(writing, struct.pack("<Q", MAX_JSON + 1))
-    with pytest.raises(BadMessage, match="announces"):
-        JsonReader(reading).receive(soon())
+    os.write(writing, struct.pack("<Q", spawn.MAX_JSON + 1))
+    with pytest.raises(spawn.BadMessage, match="announces"):
+        spawn.JsonReader(reading).receive(soon())
 
 
 def test_corrupted_bytes_are_a_message_or_a_protocol_error() -> None:
     chance = random.Random(0)
     good = {"kind": "verdict", "index": 3, "reward": 1.0, "parts": {"accuracy": 1.0}, "parsed": "1/2", "detail": ""}
-    stream = struct.pack("<Q", len(encode_json(good))) + encode_json(good)
+    stream = struct.pack("<Q", len(spawn.encode_json(good))) + spawn.encode_json(good)
     for trial in range(3000):
         if trial % 3 == 0:
             data = chance.randbytes(chance.randrange(200))
@@ -288,21 +271,21 @@ def test_corrupted_bytes_are_a_message_or_a_protocol_error() -> None:
         reading, writing = os.pipe()
         os.write(writing, data)
         os.close(writing)
-        reader = JsonReader(reading)
+        reader = spawn.JsonReader(reading)
         try:
             for _ in range(3):
                 message = reader.receive(soon())
                 assert isinstance(message, dict) and json.dumps(message)
-        except (EOFError, BadMessage):
+        except (EOFError, spawn.BadMessage):
             pass
         finally:
             os.close(reading)
 
 
-async def connected() -> tuple[LoopPipe, LoopPipe]:
+async def connected() -> tuple[spawn.LoopPipe, spawn.LoopPipe]:
     (one_in, other_out), (other_in, one_out) = os.pipe(), os.pipe()
-    one = LoopPipe(os.fdopen(one_in, "rb", 0), os.fdopen(one_out, "wb", 0))
-    other = LoopPipe(os.fdopen(other_in, "rb", 0), os.fdopen(other_out, "wb", 0))
+    one = spawn.LoopPipe(os.fdopen(one_in, "rb", 0), os.fdopen(one_out, "wb", 0))
+    other = spawn.LoopPipe(os.fdopen(other_in, "rb", 0), os.fdopen(other_out, "wb", 0))
     await one.open()
     await other.open()
     return one, other

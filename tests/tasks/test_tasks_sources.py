@@ -11,14 +11,7 @@ import pytest
 
 from assay.system import memory
 from assay.tasks import Task, base, check_gold, make_task, overlap, sources
-from assay.tasks.base import (
-    MAX_REJECTED,
-    UNLIMITED,
-    FilteredPrompts,
-    LazyPrompts,
-    carve_validation,
-    prompts_of,
-)
+from assay.tasks.base import MAX_REJECTED, UNLIMITED, FilteredPrompts, LazyPrompts, carve_validation, prompts_of
 from assay.tasks.sources import load_hub, read_jsonl, read_lines
 from assay.types import Prompt, UserError
 
@@ -29,8 +22,7 @@ def write(path, rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "val_size", "held_out", "seed"),
-    [(50, None, 5, 0), (5100, None, 500, 0), (21, 10, 10, 1), (9, None, 0, 0)],
+    ("rows", "val_size", "held_out", "seed"), [(50, None, 5, 0), (5100, None, 500, 0), (21, 10, 10, 1), (9, None, 0, 0)]
 )
 def test_single_file_is_split_into_disjoint_parts(tmp_path, rows, val_size, held_out, seed):
     data = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": n} for n in range(rows)])

@@ -101,11 +101,7 @@ def test_truncation_and_padding_of_tokenizer_json_are_disabled(tmp_path) -> None
     [
         ("folder", None, "no such folder"),
         ("folder/tokenizer_config.json", b"{}", "neither a model nor a tokenizer"),
-        (
-            "folder/config.json",
-            b'{"model_type": "qwen2"}',
-            r"tokenizer.json is missing.*model\.tokenizer",
-        ),
+        ("folder/config.json", b'{"model_type": "qwen2"}', r"tokenizer.json is missing.*model\.tokenizer"),
         ("notes.txt", b"hello", "is a file"),
         ("no.gguf", None, "no such file"),
         ("broken.gguf", b"not one", "is not a GGUF file"),

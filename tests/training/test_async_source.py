@@ -7,10 +7,10 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -319,23 +319,30 @@ def test_dropped_groups_are_replaced_if_the_algorithm_resamples(make_parts: Any)
         return [group for group in groups if group not in dropped], dropped
 
     parts.source.algo.keep = keep
-    ended = threading.Event()
-    thread = threading.Thread(target=finish_all, args=(parts.stream, ended))
-    thread.start()
-    try:
+    with finishing(parts.stream, lambda numbers: numbers):
         while not parts.source.schedule.done(parts.state):
             assert len(parts.source.next(parts.state).groups) == PROMPTS
             parts.state.step += 1
-    finally:
-        ended.set()
-        thread.join()
     assert len(drops) == 3 and parts.state.answers == 3 * (PROMPTS + 1) * 2
 
 
-def finish_all(stream: ScriptedStream, ended: threading.Event) -> None:
-    while not ended.wait(0.001):
-        if stream.numbers:
-            stream.finish()
+@contextmanager
+def finishing(stream: ScriptedStream, chosen: Callable[[list[int]], Sequence[int]]) -> Iterator[None]:
+    """Groups finish in another thread: those that `chosen` returns of the unfinished ones."""
+    ended = threading.Event()
+
+    def finish() -> None:
+        while not ended.wait(0.001):
+            if numbers := stream.numbers:
+                stream.finish(*chosen(numbers))
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_slow_group_is_restarted_with_its_seed_and_then_waited_for(make_parts: Any) -> None:
@@ -359,27 +366,13 @@ def test_a_slow_group_is_restarted_with_its_seed_and_then_waited_for(make_parts:
 def test_every_group_is_trained_once_and_none_is_too_stale(make_parts: Any) -> None:
     parts, draw = make_parts(max_staleness=2, steps=40), random.Random(2)
     trained: list[str] = []
-    stop = threading.Event()
-
-    def finish_some() -> None:
-        while not stop.is_set():
-            time.sleep(0.001)
-            numbers = parts.stream.numbers
-            if numbers:
-                parts.stream.finish(draw.choice(numbers))
-
-    thread = threading.Thread(target=finish_some)
-    thread.start()
-    try:
+    with finishing(parts.stream, lambda numbers: [draw.choice(numbers)]):
         while not parts.source.schedule.done(parts.state):
             sampled = parts.source.next(parts.state)
             assert len(sampled.groups) == PROMPTS
             assert all(0 <= parts.state.step - version_of(group) <= 2 for group in sampled.groups)
             trained += [group.prompt.id for group in sampled.groups]
             parts.state.step += 1
-    finally:
-        stop.set()
-        thread.join()
     assert Counter(trained) == Counter(prompt.id for prompt in PromptStream(TASK.prompts("train"), 0).next(120))
 
 
@@ -446,15 +439,14 @@ def same_but_async(runs: SmallRuns, one: str, other: str, steps: int, monkeypatc
     ],
 )
 def test_without_staleness_a_run_equals_the_synchronous_one(
-    tmp_path: Path, words: list[object] | None, monkeypatch: pytest.MonkeyPatch
+    small: SmallRuns, words: list[object] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = SmallRuns(tmp_path)
     if words is None:
-        runs.config.write_text(GUESS)
+        small.config.write_text(GUESS)
     common = ["--save.every", 1, *(words or [])]
-    assert runs.train("--name", "sync", *common) == 0
-    assert runs.train("--name", "async", *common, "--source", "async", "--source.max_staleness", 0) == 0
-    same_but_async(runs, "sync", "async", runs.summary("sync")["steps"], monkeypatch)
+    assert small.train("--name", "sync", *common) == 0
+    assert small.train("--name", "async", *common, "--source", "async", "--source.max_staleness", 0) == 0
+    same_but_async(small, "sync", "async", small.summary("sync")["steps"], monkeypatch)
 
 
 def check_epoch(runs: SmallRuns) -> None:
@@ -465,12 +457,11 @@ def check_epoch(runs: SmallRuns) -> None:
     assert all(0 <= step - 1 - version_of(group) <= 2 for step, groups in found.items() for group in groups)
 
 
-def test_a_stale_run_trains_every_prompt_once_per_epoch(tmp_path: Path) -> None:
-    runs = SmallRuns(tmp_path)
-    assert runs.train("--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--eval.every", 2) == 0
-    rows = [row for row in runs.metrics() if "async/staleness" in row]
+def test_a_stale_run_trains_every_prompt_once_per_epoch(small: SmallRuns) -> None:
+    assert small.train("--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--eval.every", 2) == 0
+    rows = [row for row in small.metrics() if "async/staleness" in row]
     assert len(rows) == 8 and all(row["async/staleness_max"] <= 2 for row in rows)
-    check_epoch(runs)
+    check_epoch(small)
 
 
 ON_A_GPU = ["--device", "cuda", "--engine.kv_cache_gib", 1]
@@ -484,14 +475,13 @@ ON_A_GPU = ["--device", "cuda", "--engine.kv_cache_gib", 1]
         pytest.param([*ON_A_GPU, "--engine.name", "assay"], id="gpu of two processes", marks=pytest.mark.gpu),
     ],
 )
-def test_a_killed_run_resumes_with_its_queue(tmp_path: Path, where: list[object]) -> None:
-    runs = SmallRuns(tmp_path)
+def test_a_killed_run_resumes_with_its_queue(small: SmallRuns, where: list[object]) -> None:
     words = ["--train.steps", 8, "--source", "async", "--source.max_staleness", 2, "--save.every", 1, "--save.keep", 9]
-    process = runs.process("train", runs.config, *words, *where)
-    while not runs.checkpoint(3).exists():
+    process = small.process("train", small.config, *words, *where)
+    while not small.checkpoint(3).exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert runs.resume("small") == 0
-    check_epoch(runs)
+    assert small.resume("small") == 0
+    check_epoch(small)

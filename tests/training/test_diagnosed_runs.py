@@ -137,18 +137,8 @@ DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
 # The demo's task and warm start, with fewer steps.
 SFT = ("--train.steps", 0, "--sft.steps", 160, "--eval.final_examples", 100)
 RL = (
-    "--train.steps",
-    30,
-    "--sft.steps",
-    0,
-    "--train.prompts",
-    16,
-    "--eval.every",
-    0,
-    "--save.every",
-    0,
-    "--eval.final_examples",
-    300,
+    *("--train.steps", 30, "--sft.steps", 0, "--train.prompts", 16, "--eval.every", 0, "--save.every", 0),
+    *("--eval.final_examples", 300),
 )
 KINDS: dict[str, tuple[object, ...]] = {
     "kl": ("--algo.kl_coef", 0.04),

@@ -27,6 +27,11 @@ def changed(small: SmallRuns, name: str = "small", steps: int = 2) -> bool:
     return any(not first[key].equal(last[key]) for key in first)
 
 
+def own_reward(small: SmallRuns, value: str) -> tuple[str, str]:
+    (small.folder / "own.py").write_text(f"def reward(completion, answer):\n    return {value}\n")
+    return "--reward.function", f"{small.folder}/own.py:reward"
+
+
 def test_answers_longer_than_the_kv_cache_are_truncated(small: SmallRuns, capsys: pytest.CaptureFixture[str]) -> None:
     assert small.train("--engine.kv_cache_gib", 3e-5, "--sampling.max_new_tokens", 60) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -51,9 +56,7 @@ def test_every_recipe_trains(small: SmallRuns, recipe: str) -> None:
 
 
 def test_a_step_in_which_every_group_is_dropped_is_skipped(small: SmallRuns) -> None:
-    (small.folder / "flat.py").write_text("def reward(completion, answer):\n    return 0.5\n")
-    words = ("--algo.recipe", "dapo", "--reward.function", f"{small.folder}/flat.py:reward", "--algo.resample", 1)
-    assert small.train(*words) == 0
+    assert small.train("--algo.recipe", "dapo", *own_reward(small, "0.5"), "--algo.resample", 1) == 0
     assert not changed(small)
     rows = [row for row in small.metrics() if "groups/dropped" in row]
     assert [row["groups/dropped"] for row in rows] == [6.0, 6.0] and all(row["optim/skipped"] for row in rows)
@@ -73,11 +76,9 @@ def test_remax_samples_a_greedy_baseline_per_prompt(small: SmallRuns) -> None:
 
 
 def test_prompts_with_a_high_pass_rate_are_skipped(small: SmallRuns) -> None:
-    (small.folder / "picky.py").write_text(
-        "def reward(completion, answer):\n    return 1.0 if int(answer) % 2 else sum(map(ord, completion)) % 2 / 2\n"
-    )
-    words = ("--reward.function", f"{small.folder}/picky.py:reward", "--train.steps", 4, "--algo.pass_rate_high", 0.9)
-    assert small.train(*words, "--train.max_train_prompts", 6) == 0
+    picky = own_reward(small, "1.0 if int(answer) % 2 else sum(map(ord, completion)) % 2 / 2")
+    words = ("--train.steps", 4, "--algo.pass_rate_high", 0.9)
+    assert small.train(*picky, *words, "--train.max_train_prompts", 6) == 0
     groups = [group for step in range(1, 5) for group in read_rollouts(small.runs / "small", step)]
     solved = {group.prompt.id for group in groups if min(group.rewards) == 1}
     times = Counter(group.prompt.id for group in groups)
@@ -90,9 +91,8 @@ def test_prompts_with_a_high_pass_rate_are_skipped(small: SmallRuns) -> None:
 
 
 def test_training_continues_if_every_prompt_is_too_easy(small: SmallRuns) -> None:
-    (small.folder / "easy.py").write_text("def reward(completion, answer):\n    return 1.0\n")
-    words = ("--reward.function", f"{small.folder}/easy.py:reward", "--algo.pass_rate_high", 0.5)
-    assert small.train(*words, "--train.max_train_prompts", 4, "--train.steps", 3) == 0
+    words = ("--algo.pass_rate_high", 0.5, "--train.max_train_prompts", 4, "--train.steps", 3)
+    assert small.train(*own_reward(small, "1.0"), *words) == 0
     assert small.summary()["steps"] == 3
 
 
@@ -109,9 +109,7 @@ def test_mean_log_probabilities_of_sampled_and_of_trained_tokens_are_logged(smal
 
 def test_entropy_control_works_without_any_advantage(small: SmallRuns) -> None:
     """A collapsed policy: every answer to a prompt gets the same reward, and the coefficient begins with 0."""
-    (small.folder / "same.py").write_text("def reward(completion, answer):\n    return 0.7\n")
-    words = ("--reward.function", f"{small.folder}/same.py:reward", "--algo.entropy_target", 99)
-    assert small.train("--train.steps", 3, *words) == 0
+    assert small.train("--train.steps", 3, *own_reward(small, "0.7"), "--algo.entropy_target", 99) == 0
     rows = [row for row in small.metrics() if "reward/mean" in row]
     assert [row["policy/entropy_coef"] for row in rows] == pytest.approx([0.0, 0.005, 0.01])
     assert [row["optim/skipped"] for row in rows] == [1.0, 0.0, 0.0]
@@ -127,7 +125,6 @@ def test_the_soft_overlong_penalty_uses_the_context_limit(small: SmallRuns) -> N
     for rollout in rollouts:
         limit = 40 - len(rollout.turns[0].context_ids)
         last = round(0.9 * limit)
-        assert rollout.verdict is not None
         punishment = min(max(rollout.length - (limit - last), 0) / last, 1.0)
         assert rollout.reward == pytest.approx(rollout.verdict.reward - punishment)
         assert punishment == 1.0 or not rollout.truncated
@@ -247,8 +244,7 @@ def test_a_budget_counts_every_answer_and_drives_the_schedule(small: SmallRuns) 
     assert [row["optim/lr"] for row in steps] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     assert small.summary("plain")["answers"] == 36 and small.summary("plain")["steps"] == 4
 
-    (small.folder / "picky.py").write_text("def reward(completion, answer):\n    return len(completion) > 20\n")
-    picky = ("--reward.function", f"{small.folder}/picky.py:reward")
+    picky = own_reward(small, "len(completion) > 20")
     assert small.train(*words, *picky, "--name", "dapo", "--algo.recipe", "dapo") == 0
     steps = [row for row in small.metrics("dapo") if "reward/mean" in row]
     assert sum(row["groups/dropped"] for row in steps) > 0 and len(steps) < 4

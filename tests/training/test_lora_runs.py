@@ -39,16 +39,23 @@ def print_of(folder: Path) -> str:
     return fingerprint(load_model(str(folder)).weights())
 
 
+def check_adapters(small: SmallRuns, step: int, quantized: bool = False) -> None:
+    """A checkpoint has the merged model, the adapters, and moments of the adapters alone."""
+    policy, last = load_model(str(small.runs / "small" / "base")), small.checkpoint(step)
+    if quantized:
+        policy.quantize("cpu")
+    policy.add_lora(Lora(2, 4.0))
+    load_adapter(policy, last / "adapter")
+    assert fingerprint(policy.weights()) == fingerprint(load_file(last / "model" / "model.safetensors").items())
+    trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
+    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert not (small.runs / "small" / "reference").exists()  # the base model is the reference
+
+
 def test_a_checkpoint_holds_the_merged_model_and_the_adapters(finished: SmallRuns) -> None:
     base, last = finished.runs / "small" / "base", finished.checkpoint(2)
     assert print_of(finished.checkpoint(0) / "model") == print_of(base) != print_of(last / "model")
-    policy = load_model(str(base))
-    policy.add_lora(Lora(2, 4.0))
-    load_adapter(policy, last / "adapter")
-    assert fingerprint(policy.weights()) == print_of(last / "model")
-    trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
-    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
-    assert not (finished.runs / "small" / "reference").exists()  # the base model is the reference
+    check_adapters(finished, 2)
 
 
 def test_other_commands_use_the_merged_model(finished: SmallRuns, stdout_of: Callable[..., str]) -> None:
@@ -113,10 +120,9 @@ def test_another_base_model_is_refused_on_resuming(small: SmallRuns, stderr_of: 
 
 
 @pytest.mark.slow
-def test_adapters_of_a_transformers_model_are_trained_and_resumed(tmp_path: Path) -> None:
+def test_adapters_of_a_transformers_model_are_trained_and_resumed(small: SmallRuns, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = SmallRuns(tmp_path)
     folder = gpt2_folder(tmp_path / "model")  # for its tokenizer
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
@@ -170,16 +176,7 @@ def test_a_resumed_run_equals_one_without_interruption(small: SmallRuns) -> None
     small.lose_summary("other")
     assert small.resume("other") == 0
     small.same_run("small", "other", 3)
-    base, last = small.runs / "small" / "base", small.checkpoint(3)
-    policy = load_model(str(base))
-    policy.quantize("cpu")
-    policy.add_lora(Lora(2, 4.0))
-    load_adapter(policy, last / "adapter")
-    merged = load_file(last / "model" / "model.safetensors")
-    assert fingerprint(policy.weights()) == fingerprint(merged.items())
-    trained = {name.partition("|")[0] for name in load_file(last / "optimizer.safetensors")}
-    assert trained == {name for name, p in policy.named_parameters() if p.requires_grad}
-    assert not (small.runs / "small" / "reference").exists()  # the base is the reference
+    check_adapters(small, 3, quantized=True)
 
 
 def test_a_quantized_model_is_not_sharded_by_itself() -> None:

@@ -177,11 +177,7 @@ def flips(run: Path, count: int) -> Iterator[tuple[Path, int]]:
     [*((name, "model.safetensors") for name in LOADERS), ("export", "config.json"), ("export", "tokenizer.json")],
 )
 def test_loading_a_checkpoint_with_a_flipped_bit_is_refused(
-    flipped: SmallRuns,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    file: str,
+    flipped: SmallRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, file: str
 ) -> None:
     monkeypatch.chdir(flipped.folder)
     damaged = flipped.checkpoint(STEPS, "flipped") / "model" / file

@@ -66,13 +66,7 @@ class Runs(SmallRuns):
     def train_with(self, servers: Sequence[Gateway], name: str, *words: Any) -> int:
         urls = json.dumps([server.url for server in servers])
         settings = ["--engine", "assay", "--server.urls", urls, "--engine.dtype", "float32"]
-        lengths = [
-            "--eval.every",
-            0,
-            "--save.every",
-            100,
-            *([] if "--train.steps" in words else ["--train.steps", STEPS]),
-        ]
+        lengths = ["--eval.every", 0, "--save.every", 100, "--train.steps", STEPS]
         return self.train("--model", self.folder / "model", "--name", name, *settings, *lengths, *words)
 
     def timeless(self, name: str = "small") -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from serve_parts import command, metric_of
 from small_run import SmallRuns
+from waiting import until
 
 from assay.runs import checkpoints
 from assay.runs.rollouts import read_rollouts
@@ -191,9 +192,9 @@ def ranks(launcher: int) -> dict[int, int]:
 
 def wait_for_step(small: SmallRuns, name: str, step: int, process: Any) -> None:
     metrics = small.runs / name / "metrics.jsonl"
-    until = time.monotonic() + 200
+    deadline = time.monotonic() + 200
     while not (metrics.exists() and f'"step": {step}' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.01)
 
 
@@ -232,10 +233,7 @@ def test_all_ranks_save_and_end_if_one_rank_or_the_launcher_is_stopped(small: Sm
     wait_for_step(small, "small", 3, process)
     pids = ranks(process.pid)
     os.kill(pids[1] if "rank" in stopped else process.pid, signum)
-    until = time.monotonic() + 100
-    while not gone(pids.values()):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    until(lambda: gone(pids.values()), 100)
     said = process.communicate(timeout=100)[0]
     assert f"to resume from there: assay train --resume {small.runs / 'small'}" in said
     if "rank" in stopped:

@@ -34,24 +34,6 @@ from assay.training import checkpoint, parallel
 from assay.training.learner.optim import clip_gradients, make_adamw, optimizer_tensors
 from assay.training.learner.pack import Row, rows_of
 from assay.training.learner.update import Updater
-from assay.training.parallel import (
-    check_inputs,
-    check_layout,
-    check_weights,
-    code_versions,
-    compared_settings,
-    describe_prompts,
-    in_lockstep,
-    is_fsdp,
-    is_sharded,
-    load_sharded,
-    parallelise,
-    pick_mode,
-    save_sharded,
-    saved_shapes,
-    start_mesh,
-    sum_gradients,
-)
 from assay.types import Prompt, UserError
 
 ALGO = make_algorithm("grpo")
@@ -71,7 +53,7 @@ def whole(model: Any) -> Tensor:
 def test_parallelise_on_one_process_changes_nothing() -> None:
     model = tiny_decoder()
     before = dict(model.named_parameters())
-    assert parallelise(model, Mesh(), "fsdp") is model and not in_lockstep(model, Mesh())
+    assert parallel.parallelise(model, Mesh(), "fsdp") is model and not parallel.in_lockstep(model, Mesh())
     assert all(before[name] is weight for name, weight in model.named_parameters())
 
 
@@ -79,11 +61,11 @@ def test_mode_auto_shards_large_models_on_gpus_only(monkeypatch: pytest.MonkeyPa
     model, gpu = tiny_decoder(), Mesh(torch.device("cuda"))
     on_gpu = tiny_decoder()
     monkeypatch.setattr(type(on_gpu), "device", property(lambda self: gpu.device if self is on_gpu else Mesh().device))
-    assert pick_mode("auto", model, Mesh()) == pick_mode("auto", on_gpu, gpu) == "ddp"
+    assert parallel.pick_mode("auto", model, Mesh()) == parallel.pick_mode("auto", on_gpu, gpu) == "ddp"
     monkeypatch.setattr(parallel, "LARGE", 1000)
-    assert pick_mode("auto", model, Mesh()) == "ddp" and pick_mode("auto", on_gpu, gpu) == "fsdp"
-    assert pick_mode("auto", model, gpu) == "ddp"  # its updates run in another process
-    assert pick_mode("ddp", model, gpu) == "ddp" and pick_mode("fsdp", model, Mesh()) == "fsdp"
+    assert parallel.pick_mode("auto", model, Mesh()) == "ddp" and parallel.pick_mode("auto", on_gpu, gpu) == "fsdp"
+    assert parallel.pick_mode("auto", model, gpu) == "ddp"  # its updates run in another process
+    assert parallel.pick_mode("ddp", model, gpu) == "ddp" and parallel.pick_mode("fsdp", model, Mesh()) == "fsdp"
 
 
 def small_gpt2() -> HFModel:
@@ -94,7 +76,7 @@ def small_gpt2() -> HFModel:
 
 
 def train_gpt2(mesh: Mesh, mode: str) -> Tensor:
-    model = parallelise(small_gpt2(), mesh, mode)
+    model = parallel.parallelise(small_gpt2(), mesh, mode)
     updater = Updater(model, make_adamw(model, 1e-2), token_budget=60, mesh=mesh)
     for _ in range(2):
         updater.step(some_rows(), ALGO, 1e-2)
@@ -107,13 +89,13 @@ def check_fallback(mesh: Mesh) -> None:
     for mode in ("ddp", "fsdp"):
         assert (train_gpt2(mesh, mode) - expected).abs().max() < 1e-9
     with pytest.raises(UserError, match=r"parallel\.tp is not for models that run through transformers"):
-        parallelise(small_gpt2(), init_mesh(2))
+        parallel.parallelise(small_gpt2(), init_mesh(2))
 
 
 def check_low_precision(mesh: Mesh) -> None:
     """Computes in bfloat16, keeps float32 weights; a pass without gradients does not leave rounded weights behind."""
     exact = tiny_decoder(dtype=torch.float32)
-    model = parallelise(copy.deepcopy(exact), mesh, "fsdp", torch.bfloat16)
+    model = parallel.parallelise(copy.deepcopy(exact), mesh, "fsdp", torch.bfloat16)
     row = some_rows()[0]
     ids, trained = torch.tensor(row.ids), torch.tensor(row.trained, dtype=torch.bool)
     with torch.no_grad():
@@ -126,7 +108,7 @@ def check_low_precision(mesh: Mesh) -> None:
     (found, norm, _), (expected, expected_norm, _) = (u.step(some_rows(), ALGO, 1e-2) for u in (updater, alone))
     assert float(found.losses["loss/total"]) == pytest.approx(float(expected.losses["loss/total"]), abs=0.05)
     assert norm == pytest.approx(expected_norm, rel=0.1)
-    assert all(weight.dtype == torch.float32 and is_fsdp(weight) for weight in model.parameters())
+    assert all(weight.dtype == torch.float32 and parallel.is_fsdp(weight) for weight in model.parameters())
 
 
 def check_buckets(mesh: Mesh) -> None:
@@ -137,7 +119,7 @@ def check_buckets(mesh: Mesh) -> None:
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     for index, weight in enumerate(weights):
         weight.grad = torch.full_like(weight, index + 10.0 * mesh.rank)
-    sum_gradients([*weights, frozen], mesh)
+    parallel.sum_gradients([*weights, frozen], mesh)
     for index, weight in enumerate(weights):
         assert weight.grad is not None and torch.equal(weight.grad, torch.full_like(weight, 2 * index + 10.0))
 
@@ -147,7 +129,6 @@ def check_norm(mesh: Mesh) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     grid = init_mesh(2).device_mesh
-    assert grid is not None
     pieces = [torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).double() for seed in range(4)]
     layouts: list[tuple[Any, Any]] = [
         (grid["tp"], [Shard(0)]),
@@ -185,7 +166,7 @@ def check_memory(mesh: Mesh) -> None:
     with pytest.raises(UserError, match=f"{said} with a single sequence"):
         updater.step(rows, ALGO, 1e-2)
 
-    model = parallelise(cramped(1), mesh, "fsdp")
+    model = parallel.parallelise(cramped(1), mesh, "fsdp")
     updater = Updater(model, make_adamw(model, 1e-2), mesh=mesh)
     with pytest.raises(UserError, match=rf"rank {mesh.rank} ran out of memory: lower train\.token_budget, now 16384"):
         updater.step(rows, ALGO, 1e-2)
@@ -230,7 +211,7 @@ TENSORS = {"a|exp_avg": torch.randn(3, 4, dtype=torch.float64), "b|momentum": to
 
 
 def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_sharded(tmp_path / "parts", TENSORS, Mesh())
+    parallel.save_sharded(tmp_path / "parts", TENSORS, Mesh())
     (tmp_path / "whole").mkdir()
     save_file(TENSORS, tmp_path / "whole" / "optimizer.safetensors")
     (tmp_path / "several").mkdir()
@@ -240,14 +221,10 @@ def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypat
     assert len(list((tmp_path / "several").iterdir())) == 2
     for folder in (tmp_path / "parts", tmp_path / "whole", tmp_path / "several"):
         assert {file.suffix for file in folder.iterdir()} == {".safetensors"}  # and no pickle
-        assert saved_shapes(folder) == {name: tensor.shape for name, tensor in TENSORS.items()}
+        assert parallel.saved_shapes(folder) == {name: tensor.shape for name, tensor in TENSORS.items()}
         found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-        load_sharded(folder, found)
+        parallel.load_sharded(folder, found)
         assert all(found[name].equal(tensor) for name, tensor in TENSORS.items())
-
-
-def test_a_plain_module_is_not_sharded() -> None:
-    assert not is_sharded(nn.Linear(2, 2))
 
 
 def moments(found: Updater) -> dict[str, Tensor]:
@@ -260,7 +237,7 @@ def move(_: Mesh, folder: Path) -> None:
     for step, layout in enumerate(LAYOUTS):
         saved = trained_muon_updater(*layout)
         checkpoint.save(folder, {"step": step}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
-        assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == is_sharded(saved.policy)
+        assert (checkpoints.folder(folder, step) / "optimizer").is_dir() == parallel.is_sharded(saved.policy)
         assert checkpoints.last_intact(folder) == (step, [])
         expected = moments(saved)
         assert len(expected) > 20
@@ -311,19 +288,19 @@ def test_which_layouts_of_processes_can_train_asynchronously(changes: Any, tp: i
     ranks: Any = SimpleNamespace(world=2, tp_size=tp, dp_size=2 // tp)
     cfg = TrainConfig(source={"name": "async", "max_staleness": 0}, **changes)
     algo = build_algorithm(cfg)
-    check_layout(cfg, Mesh(), algo)  # one process can
+    parallel.check_layout(cfg, Mesh(), algo)  # one process can
     if message:
         with pytest.raises(UserError, match=message):
-            check_layout(cfg, ranks, algo)
+            parallel.check_layout(cfg, ranks, algo)
     else:
-        check_layout(cfg, ranks, algo)
+        parallel.check_layout(cfg, ranks, algo)
 
 
 def test_quantized_weights_are_not_sharded() -> None:
     ranks: Any = SimpleNamespace(world=2, tp_size=1, dp_size=2)
     cfg = TrainConfig(lora={"rank": 2, "quantize": "nf4"}, parallel={"mode": "fsdp"})
     with pytest.raises(UserError, match="quantized weights cannot be sharded"):
-        check_layout(cfg, ranks, build_algorithm(cfg))
+        parallel.check_layout(cfg, ranks, build_algorithm(cfg))
 
 
 def test_the_rank_that_differs_is_reported_with_both_values() -> None:
@@ -341,7 +318,7 @@ def test_the_rank_that_differs_is_reported_with_both_values() -> None:
 def test_only_settings_of_one_host_may_differ(tmp_path: Path) -> None:
     cfg = TrainConfig()
     cfg.model.tokenizer, cfg.task.path, cfg.runs_dir, cfg.reward.workers = "/here/words", "/here/data", "/here", 7
-    assert compared_settings(cfg) == compared_settings(TrainConfig())
+    assert parallel.compared_settings(cfg) == parallel.compared_settings(TrainConfig())
     for change in (
         {"seed": 1},
         {"model": "/elsewhere"},
@@ -349,23 +326,29 @@ def test_only_settings_of_one_host_may_differ(tmp_path: Path) -> None:
         {"algo": {"updates": 3}},
         {"task": {"args": {"size": 3}}},
     ):
-        assert compared_settings(TrainConfig.model_validate(change)) != compared_settings(TrainConfig())
+        assert parallel.compared_settings(TrainConfig.model_validate(change)) != parallel.compared_settings(
+            TrainConfig()
+        )
     file = tmp_path / "mine.py"
     found = []
     for text in ("def reward(): return 0", "def reward(): return 1"):
         file.write_text(text)
-        found.append(compared_settings(TrainConfig.model_validate({"reward": {"function": f"{file}:reward"}})))
+        found.append(parallel.compared_settings(TrainConfig.model_validate({"reward": {"function": f"{file}:reward"}})))
     assert {key for key in found[0] if found[0][key] != found[1][key]} == {"reward.function"}  # its code differs
 
 
-def test_descriptions_of_code_and_prompts_are_equal_in_every_process(tmp_path: Path) -> None:
-    assert code_versions() == code_versions() and len(code_versions()) == 9
+def test_descriptions_of_code_and_prompts_are_equal_in_every_process() -> None:
+    assert parallel.code_versions() == parallel.code_versions() and len(parallel.code_versions()) == 9
     one = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {4}})
     same = Prompt("a/1", ({"role": "user", "content": "1 + 1"},), "2", fields={"odd": object(), (1, 2): 3, "n": {5}})
-    assert describe_prompts([one]) == describe_prompts([same]) != describe_prompts([Prompt("a/1", one.messages, "3")])
+    assert (
+        parallel.describe_prompts([one])
+        == parallel.describe_prompts([same])
+        != parallel.describe_prompts([Prompt("a/1", one.messages, "3")])
+    )
     made: list[int] = []
     endless = LazyPrompts(lambda index: made.append(index) or one, 2**31)  # type: ignore[func-returns-value]
-    assert describe_prompts(endless).startswith("2147483648 (hash ") and len(made) < 100
+    assert parallel.describe_prompts(endless).startswith("2147483648 (hash ") and len(made) < 100
 
 
 def refused(mesh: Mesh, said: str, work: Callable[[], None]) -> None:
@@ -377,15 +360,19 @@ def refused(mesh: Mesh, said: str, work: Callable[[], None]) -> None:
 def differ(mesh: Mesh) -> None:
     second = mesh.rank == 1
     cfg = TrainConfig.model_validate({"device": "cpu", "optim": {"lr": 0.1 if second else 0.2}})
-    refused(mesh, r"rank 1 on .* differs: optim\.lr is 0\.1 there, and 0\.2 on rank 0", lambda: start_mesh(cfg))
+    refused(
+        mesh, r"rank 1 on .* differs: optim\.lr is 0\.1 there, and 0\.2 on rank 0", lambda: parallel.start_mesh(cfg)
+    )
     train, policy, renderer = make_task("abacus").prompts("train")[:40], tiny_decoder(), Renderer(char_tokenizer())
-    check_inputs(mesh, {"train": train, "sft": ()}, renderer, policy)
+    parallel.check_inputs(mesh, {"train": train, "sft": ()}, renderer, policy)
     fewer = train[:39] if second else train
-    refused(mesh, r"train prompts is 39 \(hash", lambda: check_inputs(mesh, {"train": fewer}, renderer, policy))
+    refused(
+        mesh, r"train prompts is 39 \(hash", lambda: parallel.check_inputs(mesh, {"train": fewer}, renderer, policy)
+    )
     spoken = Renderer(char_tokenizer(), system="Think." if second else None)
-    refused(mesh, "first prompts' tokens", lambda: check_inputs(mesh, {"train": train}, spoken, policy))
+    refused(mesh, "first prompts' tokens", lambda: parallel.check_inputs(mesh, {"train": train}, spoken, policy))
     flip(next(policy.parameters()), second)
-    refused(mesh, "rank 1 on .* fingerprint of the model", lambda: check_weights(mesh, "model", policy))
+    refused(mesh, "rank 1 on .* fingerprint of the model", lambda: parallel.check_weights(mesh, "model", policy))
 
 
 def flip(weight: torch.Tensor, here: bool) -> None:

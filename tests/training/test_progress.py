@@ -97,11 +97,7 @@ FINISHED: dict[str, Moment] = {
     "saving": (WRITE_FILES, 2, 3),
 }
 # The same where the work takes longer than the grace time and is interrupted.
-INTERRUPTED = {
-    "the first evaluation": (SERVE, 1, 0),
-    "sampling": (SERVE, 3, 1),
-    "the last evaluation": (SERVE, 9, 5),
-}
+INTERRUPTED = {"the first evaluation": (SERVE, 1, 0), "sampling": (SERVE, 3, 1), "the last evaluation": (SERVE, 9, 5)}
 
 
 def stopped_and_resumed(

@@ -334,18 +334,15 @@ def test_a_name_given_on_resume_is_refused_unless_it_is_the_runs(
     assert shown.count("\n") == 1 and finished.files() == before
 
 
-def test_a_run_without_checkpoints_says_that_it_starts_anew(small: SmallRuns, stdout_of: Callable[..., str]) -> None:
-    assert small.train("--train.steps", 1) == 0
-    shutil.rmtree(small.runs / "small" / "checkpoints")
-    small.lose_summary()
-    assert "run small has no checkpoint yet: it starts anew, from step 0" in stdout_of(small.resume("small"))
-
-
-def test_a_run_without_its_settings_names_the_copy_in_the_checkpoint(
-    small: SmallRuns, stderr_of: Callable[..., str]
+def test_a_run_without_its_settings_names_the_copy_and_one_without_checkpoints_starts_anew(
+    small: SmallRuns, stdout_of: Callable[..., str], stderr_of: Callable[..., str]
 ) -> None:
     assert small.train("--train.steps", 1) == 0
     config = small.runs / "small" / "config.toml"
-    config.unlink()
+    config.rename(small.folder / "kept.toml")
     error = stderr_of(small.resume("small"))
     assert f"has no config.toml: copy {small.checkpoint(1)}/config.toml to {config}" in error
+    (small.folder / "kept.toml").rename(config)
+    shutil.rmtree(small.runs / "small" / "checkpoints")
+    small.lose_summary()
+    assert "run small has no checkpoint yet: it starts anew, from step 0" in stdout_of(small.resume("small"))

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from gateway import Gateway
 from small_run import SmallRuns
+from waiting import comes_true, until
 
 from assay.runs.rollouts import read_rollouts
 from assay.system.program import free_port
@@ -59,12 +60,6 @@ class Node:
             return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2).status_code == 200
         return False
 
-    def wait(self) -> None:
-        deadline = time.monotonic() + 120
-        while not self.healthy:
-            assert time.monotonic() < deadline, "a server did not start"
-            time.sleep(0.1)
-
     def inject(self, fault: str) -> None:
         """Let something go wrong, and mend it."""
         if fault in ("dies", "restarts empty"):
@@ -72,7 +67,7 @@ class Node:
             self.process.wait()
             time.sleep(1.0 if fault == "dies" else 0.0)
             self.process = self._start()
-            self.wait()
+            until(lambda: self.healthy, 120)
         elif fault == "hangs":
             self.process.send_signal(signal.SIGSTOP)
             time.sleep(2.5)
@@ -95,7 +90,7 @@ class Node:
 
 
 SERVER_FAULTS = [
-    *("dies", "restarts empty", "hangs", "refuses connections", "loses all connections", "returns garbage", "is slow"),
+    *("dies", "restarts empty", "hangs", "refuses connections", "loses all connections", "returns garbage", "is slow")
 ]
 LEARNER_FAULTS = {"the learner is killed": signal.SIGKILL, "the learner is stopped": signal.SIGTERM}
 
@@ -107,7 +102,7 @@ def nodes(model: Path) -> Iterator[list[Node]]:
         for node in made:
             stack.callback(node.close)
         for node in made:
-            node.wait()
+            until(lambda: node.healthy, 120)  # noqa: B023
         yield made
 
 
@@ -124,24 +119,18 @@ class Learner:
             return subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     @property
-    def last(self) -> dict[str, Any]:
-        """Metrics of the last step."""
-        with suppress(OSError, IndexError, ValueError):
-            return json.loads((self.runs.runs / "small" / "metrics.jsonl").read_text().splitlines()[-1])
-        return {}
-
-    @property
     def steps(self) -> int:
-        return int(self.last.get("step", 0))
+        return int(self.runs.last_metrics().get("step", 0))
 
     def reach(self, step: int) -> None:
         """Wait until this step, and until all servers serve: faults of all servers at once end a run."""
-        deadline = time.monotonic() + 120
-        while (self.steps < step or self.last.get("servers/serving", 0) < SERVERS) and self.process.poll() is None:
-            assert time.monotonic() < deadline, (
-                f"no progress after step {self.steps}: {self.output.read_text()[-3000:]}"
-            )
-            time.sleep(0.02)
+
+        def reached() -> bool:
+            last = self.runs.last_metrics()
+            serve = last.get("step", 0) >= step and last.get("servers/serving", 0) >= SERVERS
+            return serve or self.process.poll() is not None
+
+        assert comes_true(reached, 120), f"no progress after step {self.steps}: {self.output.read_text()[-3000:]}"
 
     def end(self, signum: int) -> None:
         """End the process, and wait until it has been resumed: it does not start without all of its servers."""
@@ -152,11 +141,10 @@ class Learner:
         self.reach(ended_at + 1)
 
 
-def test_a_run_survives_many_faults_and_trains_every_group_once(tmp_path: Path) -> None:
-    runs = SmallRuns(tmp_path)
+def test_a_run_survives_many_faults_and_trains_every_group_once(small: SmallRuns, tmp_path: Path) -> None:
     sizes = f"args = {{train_size = {STEPS * PROMPTS}, eval_size = 10}}"
-    runs.config.write_text(runs.config.read_text().replace("args = {train_size = 24, eval_size = 10}", sizes))
-    assert runs.train("--train.steps", 1, "--name", "first") == 0  # its model is served at first
+    small.config.write_text(small.config.read_text().replace("args = {train_size = 24, eval_size = 10}", sizes))
+    assert small.train("--train.steps", 1, "--name", "first") == 0  # its model is served at first
     (tmp_path / "reward.py").write_text(REWARD)
     hold = tmp_path / "hold"
     hold.touch()
@@ -164,11 +152,11 @@ def test_a_run_survives_many_faults_and_trains_every_group_once(tmp_path: Path) 
     plan = [*SERVER_FAULTS * 7, *LEARNER_FAULTS, *LEARNER_FAULTS, "the learner is killed"]
     faults.shuffle(plan)
     done: Counter[str] = Counter()
-    with nodes(runs.checkpoint(1, "first") / "model") as servers:
+    with nodes(small.checkpoint(1, "first") / "model") as servers:
         words: list[Any] = ["--train.steps", STEPS, "--source", "async", "--source.max_staleness", STALENESS]
         words += ["--engine", "assay", "--server.urls", json.dumps([node.gateway.url for node in servers])]
         words += ["--server.health_timeout_s", 1, "--save.every", 5, "--save.keep", 3, "--eval.every", 0]
-        learner = Learner(runs, words)
+        learner = Learner(small, words)
         for fault in plan:
             learner.reach(learner.steps + EVERY)
             assert learner.process.poll() is None, f"ended after {done}: {learner.output.read_text()[-3000:]}"
@@ -180,7 +168,7 @@ def test_a_run_survives_many_faults_and_trains_every_group_once(tmp_path: Path) 
         hold.unlink()
         assert learner.process.wait(300) == 0, learner.output.read_text()[-3000:]
     said = learner.output.read_text()
-    groups = {step: read_rollouts(runs.runs / "small", step) for step in range(1, STEPS + 1)}
+    groups = {step: read_rollouts(small.runs / "small", step) for step in range(1, STEPS + 1)}
     ids = [group.prompt.id for some in groups.values() for group in some]
     assert len(ids) == len(set(ids)) == STEPS * PROMPTS  # one epoch: none is lost, none is trained twice
     assert all(0 <= step - 1 - version_of(group) <= STALENESS for step, some in groups.items() for group in some)

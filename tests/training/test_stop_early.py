@@ -25,18 +25,6 @@ def kill() -> None:
 WORDS = ("--train.steps", 12, "--eval.every", 2, "--train.stop_early", 2, "--save.every", 1)
 
 
-def evaluations_until_stop(results: Sequence[tuple[float, float]], patience: int) -> int | None:
-    """`results`: accuracy and upper end of the interval of each evaluation."""
-    schedule, state = Schedule.of(LoopConfig(steps=1_000, stop_early=patience), 100), RunState()
-    for number, (accuracy, high) in enumerate(results, start=1):
-        assert not schedule.done(state)
-        state.step += 1
-        schedule.record_evaluation(state, {"eval/accuracy": accuracy, "eval/high": high})
-        if schedule.done(state):
-            return number
-    return None
-
-
 @pytest.mark.parametrize(
     ("results", "patience", "stopped"),
     [
@@ -51,7 +39,13 @@ def evaluations_until_stop(results: Sequence[tuple[float, float]], patience: int
 def test_patience_is_counted_from_the_last_evaluation_above_the_interval(
     results: Sequence[tuple[float, float]], patience: int, stopped: int | None
 ) -> None:
-    assert evaluations_until_stop(results, patience) == stopped
+    """`results`: accuracy and upper end of the interval of each evaluation."""
+    schedule, state = Schedule.of(LoopConfig(steps=1_000, stop_early=patience), 100), RunState()
+    for accuracy, high in results[:stopped]:
+        assert not schedule.done(state)
+        state.step += 1
+        schedule.record_evaluation(state, {"eval/accuracy": accuracy, "eval/high": high})
+    assert schedule.done(state) == (stopped is not None)
 
 
 @pytest.mark.usefixtures("no_curves", "one_thread")

@@ -32,17 +32,6 @@ from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
 from assay.training.parallel import parallelise
 from assay.training.run import TrainingRun
-from assay.training.sync import (
-    SyncError,
-    WeightSync,
-    as_served,
-    differing_weights,
-    perturb,
-    probe_sequences,
-    sync_weights,
-    trainer_scores,
-    verify_method,
-)
 from assay.types import UserError
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -53,9 +42,9 @@ def test_sync_copies_all_weights_and_sets_the_version(dtype: torch.dtype) -> Non
     first, second = tiny_decoder(0, torch.float32), tiny_decoder(1, torch.float32)
     engine = make_engine("native", first, device="cpu", dtype=dtype)
     before = engine.fingerprint()
-    sync_weights(second, engine, version=7)
+    sync.sync_weights(second, engine, version=7)
     assert engine.info.version == 7 and engine.fingerprint() != before
-    sync_weights(first, engine, version=8)
+    sync.sync_weights(first, engine, version=8)
     assert engine.fingerprint() == before
     with torch.no_grad():
         next(first.parameters()).add_(1.0)
@@ -126,7 +115,7 @@ def test_the_probe_names_the_one_server_with_stale_weights(served: AssayEngine) 
         learning.update()  # of the first server alone
     finally:
         served.all_servers = both
-    with pytest.raises(SyncError, match=f"trainer: {served.servers[1].url}: "):
+    with pytest.raises(sync.SyncError, match=f"trainer: {served.servers[1].url}: "):
         learning.weight_sync.verify(learning.step)
 
 
@@ -170,11 +159,10 @@ def test_the_effect_of_rounding_is_known_in_every_precision_of_the_trainer() -> 
     effects = {}
     for dtype in (torch.bfloat16, torch.float32):
         learning = Learning(policy, dtype=torch.bfloat16, trainer_dtype=dtype)
-        assert learning.weight_sync.start is not None
         effects[dtype] = learning.weight_sync.start.rounding
-    with as_served(policy, torch.bfloat16):
-        rounded = trainer_scores(learning.updater, learning.weight_sync.sequences)
-    exact = trainer_scores(learning.updater, learning.weight_sync.sequences)
+    with sync.as_served(policy, torch.bfloat16):
+        rounded = sync.trainer_scores(learning.updater, learning.weight_sync.sequences)
+    exact = sync.trainer_scores(learning.updater, learning.weight_sync.sequences)
     assert 0.5 < effects[torch.bfloat16] / effects[torch.float32] < 2
     assert 0.3 < effects[torch.float32] / np.sqrt(np.mean((rounded - exact) ** 2)) < 3
 
@@ -192,11 +180,11 @@ def test_the_probe_leaves_the_weights_of_the_trainer_as_they_are(kind: str) -> N
                     weight.add_(0.1)
     before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
     served = {name: weight.detach().to(torch.bfloat16).float() for name, weight in policy.weights()}
-    with as_served(policy, torch.bfloat16) as weights:
+    with sync.as_served(policy, torch.bfloat16) as weights:
         assert all(torch.equal(weight, served[name]) for name, weight in policy.weights())
-        perturb(weights, 0.1)
+        sync.perturb(weights, 0.1)
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
-    with pytest.raises(ZeroDivisionError), as_served(policy, torch.bfloat16):
+    with pytest.raises(ZeroDivisionError), sync.as_served(policy, torch.bfloat16):
         raise ZeroDivisionError
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
 
@@ -208,8 +196,8 @@ def test_trainer_scores_equal_those_of_the_engine_with_adapters_merged() -> None
         for name, weight in policy.named_parameters():
             weight.add_(0.1 if "lora_B" in name else 0.0)
     engine = make_engine("native", policy, device="cpu", dtype=torch.float64)
-    sequences = probe_sequences([[1, 2, 3]], 23, 40, seed=1)
-    ours = trainer_scores(Updater(policy, make_adamw(policy, LR), temperature=0.5), sequences)
+    sequences = sync.probe_sequences([[1, 2, 3]], 23, 40, seed=1)
+    ours = sync.trainer_scores(Updater(policy, make_adamw(policy, LR), temperature=0.5), sequences)
     theirs = np.concatenate([np.array(one) for one in engine.score(sequences)])
     assert len(ours) == sum(len(ids) - 1 for ids in sequences) and np.abs(ours - theirs).max() < 1e-9
 
@@ -217,13 +205,13 @@ def test_trainer_scores_equal_those_of_the_engine_with_adapters_merged() -> None
 def test_a_wrong_model_is_detected_before_training() -> None:
     learning = Learning(tiny_decoder(0, torch.float32))
     learning.engine.update_weights(tiny_decoder(1, torch.float32), 0)
-    with pytest.raises(SyncError, match=r"version 0.* rounding explains at most 0.02.* of probe sequence"):
+    with pytest.raises(sync.SyncError, match=r"version 0.* rounding explains at most 0.02.* of probe sequence"):
         learning.weight_sync.verify(0)
 
 
 def test_an_engine_that_reports_another_version_is_refused() -> None:
     learning = Learning(tiny_decoder(0, torch.float32), "fingerprint")
-    with pytest.raises(SyncError, match=r"sync of version 3.*: it serves version 0"):
+    with pytest.raises(sync.SyncError, match=r"sync of version 3.*: it serves version 0"):
         learning.weight_sync.verify(3)
 
 
@@ -253,7 +241,7 @@ def test_without_verification_nothing_is_computed(monkeypatch: pytest.MonkeyPatc
 
 def test_the_state_of_the_probe_survives_json() -> None:
     learning = Learning(tiny_decoder(0, torch.float32), dtype=torch.bfloat16)
-    other = WeightSync(learning.updater, learning.engine, "probe", sequences=[[1, 2]])
+    other = sync.WeightSync(learning.updater, learning.engine, "probe", sequences=[[1, 2]])
     for _ in range(2):
         learning.update()
     saved = json.loads(json.dumps(learning.weight_sync.state_dict()))
@@ -267,21 +255,21 @@ def test_the_state_of_the_probe_survives_json() -> None:
 
 def test_probe_sequences_contain_prompts_and_random_tokens() -> None:
     prompts = [[number] * 100 for number in range(20)]
-    sequences = probe_sequences(prompts, 50_000, 4096, seed=0)
+    sequences = sync.probe_sequences(prompts, 50_000, 4096, seed=0)
     assert [len(ids) for ids in sequences] == [32] * 24 + [256]
     assert sequences[:12] == [[number] * 32 for number in range(12)]
     assert len({token for ids in sequences[12:] for token in ids}) > 600  # of 640
-    assert probe_sequences([[5, 6]], 100, 16, seed=0)[0][:2] == [5, 6]
-    assert {len(ids) for ids in probe_sequences([], 100, 16, seed=0)} == {15}
-    assert probe_sequences([], 100, 16, seed=0) != probe_sequences([], 100, 16, seed=1)
+    assert sync.probe_sequences([[5, 6]], 100, 16, seed=0)[0][:2] == [5, 6]
+    assert {len(ids) for ids in sync.probe_sequences([], 100, 16, seed=0)} == {15}
+    assert sync.probe_sequences([], 100, 16, seed=0) != sync.probe_sequences([], 100, 16, seed=1)
 
 
 def test_names_of_differing_missing_and_unknown_weights() -> None:
     ours = {"a": "a:1", "b": "b:1", "c": "c:1"}
-    assert differing_weights(ours, ours | {"b": "b:2"}) == "1 weight of 3: b"
-    assert differing_weights(ours, {"a": "a:1", "c": "c:1"}) == "1 weight of 3: b (missing in the engine)"
-    assert differing_weights(ours, ours | {"d": "d:1"}) == "1 weight of 3: d"
-    assert differing_weights(ours, {}).endswith("b (missing in the engine), c (missing in the engine)")
+    assert sync.differing_weights(ours, ours | {"b": "b:2"}) == "1 weight of 3: b"
+    assert sync.differing_weights(ours, {"a": "a:1", "c": "c:1"}) == "1 weight of 3: b (missing in the engine)"
+    assert sync.differing_weights(ours, ours | {"d": "d:1"}) == "1 weight of 3: d"
+    assert sync.differing_weights(ours, {}).endswith("b (missing in the engine), c (missing in the engine)")
 
 
 @pytest.mark.parametrize(
@@ -303,10 +291,10 @@ def test_the_method_follows_settings_and_capabilities(verify: Any, lacks: tuple[
     engine.info = replace(engine.info, capabilities=able)
     cfg = EngineConfig(verify=verify)
     if method:
-        assert verify_method(cfg, engine) == method
+        assert sync.verify_method(cfg, engine) == method
     else:
         with pytest.raises(UserError, match=f"engine.verify = '{verify}' needs .*: set it to auto"):
-            verify_method(cfg, engine)
+            sync.verify_method(cfg, engine)
 
 
 @pytest.mark.slow

@@ -55,33 +55,22 @@ def test_evaluations_are_listed_before_they_are_indexed(tmp_path: Path, monkeypa
     assert [(one["label"], one["count"]) for one in detail["evals"]] == [("before", None), ("after", None)]
 
 
-def test_findings_are_those_of_the_doctor(tmp_path: Path) -> None:
+def test_findings_are_those_of_the_doctor_and_the_list_shows_the_first(tmp_path: Path) -> None:
     with Run.create(tmp_path, "one", CONFIG) as run:
         for step in range(1, 9):
             row = {"reward/mean": 0.0, "reward/range": 0.0, "reward/std": 0.0, "groups/zero_variance": 1.0}
             run.log(step, {**row, "advantage/zero": 1.0, "sampling/answers": 64.0 * step, "status/wrong": 1.0})
         run.write_summary({"steps": 8})
     view = RunView("one", tmp_path / "one")
+    view.facts()  # asks the doctor
+    view._quick_doctor.findings(False, None)  # who reads no answers
+    badge = view.facts()["badge"]
     view.detail()
     view.doctor.findings(False, None)
     detail = view.detail()
-    findings = detail["findings"]
+    first = detail["findings"][0]
     assert not detail["findings_pending"]
-    assert findings and findings[0].keys() == {"name", "evidence", "remedy", "severity", "examples"}
-
-
-def test_the_list_has_the_same_findings_without_reading_answers(tmp_path: Path) -> None:
-    with Run.create(tmp_path, "one", CONFIG) as run:
-        for step in range(1, 9):
-            row = {"reward/mean": 0.0, "reward/range": 0.0, "reward/std": 0.0, "groups/zero_variance": 1.0}
-            run.log(step, {**row, "advantage/zero": 1.0, "sampling/answers": 64.0 * step, "status/wrong": 1.0})
-        run.write_summary({"steps": 8})
-    view = RunView("one", tmp_path / "one")
-    assert view.facts()["findings_pending"] in (True, False)  # not waited for
-    view._quick_doctor.findings(False, None)
-    badge = view.facts()["badge"]
-    view.doctor.findings(False, None)
-    first = view.detail()["findings"][0]
+    assert first.keys() == {"name", "evidence", "remedy", "severity", "examples"}
     assert badge == view.facts()["badge"] and badge["severity"] == first["severity"] != "note"
     assert badge["evidence"] == first["evidence"] and badge["count"] >= 1
 
@@ -295,10 +284,9 @@ def test_changed_bytes_in_arrays_are_noticed(view: RunView) -> None:
     assert rollout["tokens"] is None and "Bad CRC" in rollout["tokens_problem"] and rollout["text"] == "answer 0"
 
 
-def test_a_real_run(tmp_path: Path) -> None:
-    runs = SmallRuns(tmp_path)
-    assert runs.train("--eval.every", "1", "--sampling.temperature", "1.0") == 0
-    path = runs.runs / "small"
+def test_a_real_run(small: SmallRuns) -> None:
+    assert small.train("--eval.every", "1", "--sampling.temperature", "1.0") == 0
+    path = small.runs / "small"
     view = RunView("small", path)
     detail = view.detail()
     assert detail["problems"] == [] and detail["state"] == "finished" and detail["train_steps"] == [1, 2]

@@ -17,25 +17,12 @@ from assay.runs import rollouts, write_rollouts
 from assay.types import Group
 from assay.web import index as index_module
 from assay.web.folder import RunFolder
-from assay.web.index import (
-    STATUSES,
-    Activity,
-    RunIndex,
-    Store,
-    arrays_problem,
-    cache_folder,
-    delete_unused,
-    fold,
-    parsed_array,
-    read_arrays,
-    read_file,
-)
 
 
-def indexed(index: RunIndex) -> dict[str, list[str]]:
+def indexed(index: index_module.RunIndex) -> dict[str, list[str]]:
     """Verdicts by file."""
     files = sorted(index.files.values(), key=lambda file: file.name)
-    return {file.name: [STATUSES[code] for code in file.rows["status"]] for file in files}
+    return {file.name: [index_module.STATUSES[code] for code in file.rows["status"]] for file in files}
 
 
 STANDARD = {
@@ -57,7 +44,10 @@ def test_all_rollouts_are_indexed(tmp_path: Path) -> None:
     lines = (path / second.name).read_bytes().splitlines(keepends=True)
     assert second.rows["start"].tolist() == [0, len(lines[0])]
     assert second.rows["length"].tolist() == [json.loads(line)["length"] for line in lines]
-    assert index.store.texts(second) == fold("Second Try 0\n") + b"\0" + fold("Second Try 1\n") + b"\0"
+    assert (
+        index.store.texts(second)
+        == index_module.fold("Second Try 0\n") + b"\0" + index_module.fold("Second Try 1\n") + b"\0"
+    )
     assert second.previews == ["Second Try 0", "Second Try 1"]
 
 
@@ -90,7 +80,7 @@ def test_deleted_rollouts_disappear(tmp_path: Path) -> None:
 
 
 def test_a_limited_update_continues_where_it_stopped(tmp_path: Path) -> None:
-    index = RunIndex(RunFolder(standard_run(tmp_path)))
+    index = index_module.RunIndex(RunFolder(standard_run(tmp_path)))
     progress = []
     while index.update(seconds=0.0):  # one file at a time
         progress.append(index.progress["done"])
@@ -136,7 +126,7 @@ def test_texts_that_cannot_be_read_are_indexed_again(tmp_path: Path) -> None:
 
 def test_an_index_that_is_not_a_folder_is_not_used(tmp_path: Path) -> None:
     path = standard_run(tmp_path)
-    folder = Store(path).folder
+    folder = index_module.Store(path).folder
     folder.rmdir()
     folder.touch()
     assert indexed(updated(path)) == STANDARD and folder.stat().st_size == 0
@@ -144,8 +134,8 @@ def test_an_index_that_is_not_a_folder_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change the owner of a folder")
 def test_the_cache_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
-    os.chown(cache_folder(), 12345, -1)
-    assert not Store(tmp_path).folder.is_relative_to(os.environ["XDG_CACHE_HOME"])
+    os.chown(index_module.cache_folder(), 12345, -1)
+    assert not index_module.Store(tmp_path).folder.is_relative_to(os.environ["XDG_CACHE_HOME"])
 
 
 def test_an_index_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -171,12 +161,12 @@ def test_without_a_writable_cache_folder_a_temporary_one_is_used(
 
 
 def test_the_cache_folder_is_private_and_forgets_old_indexes(cache: Path) -> None:
-    folder = cache_folder()
+    folder = index_module.cache_folder()
     assert folder == cache / "assay" / "view" and folder.stat().st_mode & 0o077 == 0
     for name, days in (("old", 90), ("new", 1)):
         (folder / name / "rollouts").mkdir(parents=True)
         os.utime(folder / name, ((folder / name).stat().st_mtime - days * 86400,) * 2)
-    delete_unused(folder)
+    index_module.delete_unused(folder)
     assert [path.name for path in folder.iterdir()] == ["new"]
 
 
@@ -199,7 +189,7 @@ def test_damaged_lines_do_not_hide_the_others(tmp_path: Path) -> None:
     lines[1] = lines[1][:50]
     lines[3] = "[1, 2]"
     file.write_text("\n".join(lines)[:-40])  # the last line is half-written
-    content, _ = read_file(RunFolder(path), "rollouts/step-000001.jsonl")
+    content, _ = index_module.read_file(RunFolder(path), "rollouts/step-000001.jsonl")
     assert content.rows["index"].tolist() == [0, 2, 4]  # line numbers, which belong to the arrays
     name = "rollouts/step-000001.jsonl"
     assert content.problems == [
@@ -219,7 +209,7 @@ def test_values_of_unexpected_types_do_not_raise(tmp_path: Path) -> None:
         {**good, "prompt_id": {"a": 1}, "length": 1.5, "finish": {}, "truncated": "yes", "reward": True},
     ]
     (path / "rollouts" / "step-000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
-    content, _ = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
+    content, _ = index_module.read_file(RunFolder(path), "rollouts/step-000002.jsonl")
     assert len(content.rows) == 4 and not content.rows["status"][:3].any()
     assert np.isnan(content.rows["reward"]).tolist() == [True, True, False, True] and content.rows["turns"].tolist()[
         :2
@@ -230,7 +220,7 @@ def test_files_of_a_newer_version_are_shown_with_a_warning(tmp_path: Path) -> No
     path = standard_run(tmp_path)
     file = path / "rollouts" / "step-000002.jsonl"
     file.write_text(file.read_text().replace('"schema": 2', '"schema": 9'))
-    content, _ = read_file(RunFolder(path), "rollouts/step-000002.jsonl")
+    content, _ = index_module.read_file(RunFolder(path), "rollouts/step-000002.jsonl")
     assert len(content.rows) == 2 and "schema version 9, newer than" in content.problems[0]
 
 
@@ -238,28 +228,29 @@ def test_arrays_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = standard_run(tmp_path)
     name, file = "rollouts/step-000001.jsonl", path / "rollouts" / "step-000001.npz"
     folder = RunFolder(path)
-    assert arrays_problem(folder, name, 6) is None
+    assert index_module.arrays_problem(folder, name, 6) is None
     assert (
-        arrays_problem(folder, name, 5) == f"{name} has 5 lines, and {name[:-6]}.npz has 6 answers: they do not match"
+        index_module.arrays_problem(folder, name, 5)
+        == f"{name} has 5 lines, and {name[:-6]}.npz has 6 answers: they do not match"
     )
     content = file.read_bytes()
     for damaged in (content[:300], b"", b"PK" + b"\0" * 100):
         file.write_bytes(damaged)
-        assert f"{name[:-6]}.npz cannot be read" in (arrays_problem(folder, name, 6) or "")
+        assert f"{name[:-6]}.npz cannot be read" in (index_module.arrays_problem(folder, name, 6) or "")
     np.savez(file, other=np.zeros(3))
-    assert "cannot be read (KeyError" in (arrays_problem(folder, name, 6) or "")
+    assert "cannot be read (KeyError" in (index_module.arrays_problem(folder, name, 6) or "")
     file.unlink()
-    assert "is missing" in (arrays_problem(folder, name, 6) or "")
+    assert "is missing" in (index_module.arrays_problem(folder, name, 6) or "")
     file.symlink_to(tmp_path / "outside.npz")
     np.savez(tmp_path / "outside.npz", offsets=np.zeros(7))
-    assert "leads out of the run folder" in (arrays_problem(folder, name, 6) or "")
+    assert "leads out of the run folder" in (index_module.arrays_problem(folder, name, 6) or "")
     monkeypatch.setattr(index_module, "MAX_ARRAYS", 100)
-    assert "more than" in (arrays_problem(folder, "rollouts/step-000002.jsonl", 2) or "")
+    assert "more than" in (index_module.arrays_problem(folder, "rollouts/step-000002.jsonl", 2) or "")
 
 
 def test_arrays_equal_those_of_numpy(tmp_path: Path) -> None:
     path = standard_run(tmp_path)
-    own = read_arrays(RunFolder(path), "rollouts/step-000001.jsonl")
+    own = index_module.read_arrays(RunFolder(path), "rollouts/step-000001.jsonl")
     with np.load(path / "rollouts" / "step-000001.npz") as arrays:
         assert own.keys() == set(arrays.files) and len(own) > 5
         for name, array in own.items():
@@ -272,16 +263,16 @@ def test_only_flat_arrays_of_numbers_are_read() -> None:
         file = io.BytesIO()
         np.save(file, array)
         with pytest.raises(ValueError):
-            parsed_array(file.getvalue())
+            index_module.parsed_array(file.getvalue())
     for dtype in ("int64", "float32", "int8", "bool", "uint16"):
         for values in ([], [1], [0, 1, 1]):
             np.save(file := io.BytesIO(), np.array(values, dtype))
-            assert parsed_array(file.getvalue()).tolist() == np.array(values, dtype).tolist()
+            assert index_module.parsed_array(file.getvalue()).tolist() == np.array(values, dtype).tolist()
     np.save(file := io.BytesIO(), np.zeros(9))
     content = file.getvalue()
     for damaged in (content[:-1], content[:-8], b"", content.replace(b"(9,)", b"(99,)")):
         with pytest.raises(ValueError):
-            parsed_array(damaged)
+            index_module.parsed_array(damaged)
 
 
 def test_links_and_foreign_files_are_not_indexed(tmp_path: Path) -> None:
@@ -307,7 +298,7 @@ def test_links_and_foreign_files_are_not_indexed(tmp_path: Path) -> None:
 
 def test_work_waits_until_the_last_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "WAIT_S", 60.0)
-    activity, done = Activity(), threading.Event()
+    activity, done = index_module.Activity(), threading.Event()
     activity.give_way()  # no request: it returns at once
     first, second = activity, activity
     with first:
@@ -323,7 +314,7 @@ def test_work_waits_until_the_last_request_is_answered(monkeypatch: pytest.Monke
 def test_work_continues_while_there_are_always_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "WAIT_S", 0.01)
     monkeypatch.setattr(index_module, "WORK_S", 60.0)
-    activity = Activity()
+    activity = index_module.Activity()
     with activity:
         activity.give_way()
         monkeypatch.setattr(index_module, "WAIT_S", 60.0)
@@ -333,7 +324,7 @@ def test_work_continues_while_there_are_always_requests(monkeypatch: pytest.Monk
 
 
 def test_requests_at_the_same_time_share_their_time() -> None:
-    activity = Activity()
+    activity = index_module.Activity()
     assert activity.share(0.1) == 0.1
     with activity, activity:
         assert activity.share(0.1) == 0.05

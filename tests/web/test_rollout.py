@@ -181,7 +181,7 @@ def set_model(path: Path, **settings: str) -> None:
     (path / "config.toml").write_text("[model]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
 
 
-def test_the_model_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_the_config(tmp_path: Path) -> None:
     path = make_run(tmp_path / "runs")
     saved(tmp_path / "models" / "mine")
     set_model(path, source=str(tmp_path / "models" / "mine"))

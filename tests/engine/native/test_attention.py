@@ -12,11 +12,7 @@ import torch
 from engine_parts import needed_library
 from torch import Tensor
 
-from assay.engine.native.attention import (
-    ChunkAttention,
-    RowAttention,
-    slots_of,
-)
+from assay.engine.native import attention
 from assay.engine.native.compiled import CompiledAttention
 from assay.engine.native.scheduler import Chunk
 
@@ -58,10 +54,10 @@ def table_tensor(tables: Sequence[Sequence[int]], width: int, filler: int) -> Te
 
 def row_attention(
     kind: str, dtype: torch.dtype, tables: Tensor, lengths: Sequence[int]
-) -> RowAttention | CompiledAttention:
+) -> attention.RowAttention | CompiledAttention:
     if kind == "compiled":
         return CompiledAttention(needed_library(), tables, torch.tensor(lengths) - 1, 16)
-    attend = RowAttention(tables, torch.tensor(lengths), 16, SIZE, dtype)
+    attend = attention.RowAttention(tables, torch.tensor(lengths), 16, SIZE, dtype)
     attend.plain = kind == "products"  # which of the two is the faster depends on the machine
     return attend
 
@@ -114,7 +110,7 @@ def test_chunk_attention_equals_the_float64_reference(
     tables = some_tables([stop + 3 for _, stop in parts], 30, seed=4)  # some have blocks for what is still to come
     sees = [(table, i + 1) for (start, stop), table in zip(parts, tables, strict=True) for i in range(start, stop)]
     queries = torch.randn(len(sees), heads, head_dim, generator=torch.Generator().manual_seed(5)).to(dtype)
-    attend = ChunkAttention(chunks_of(parts, tables), SIZE, CPU, dtype)
+    attend = attention.ChunkAttention(chunks_of(parts, tables), SIZE, CPU, dtype)
     for window, scale in LAYERS:
         out = attend(kv, queries, window, scale)
         assert out.shape == queries.shape and out.dtype == dtype
@@ -161,7 +157,7 @@ def test_chunk_attention_ignores_garbage_behind_the_sequence(dtype: torch.dtype,
     kv[:, 1, bad // SIZE, bad % SIZE] = math.nan  # one head alone
     count = sum(stop - start for start, stop in parts)
     queries = torch.randn(count, 4, 8, generator=torch.Generator().manual_seed(5)).to(dtype)
-    out = ChunkAttention(chunks_of(parts, tables), SIZE, CPU, dtype)(kv, queries)
+    out = attention.ChunkAttention(chunks_of(parts, tables), SIZE, CPU, dtype)(kv, queries)
     rows = iter(zip(queries, out, strict=True))
     for part, ((start, stop), table) in enumerate(zip(parts, tables, strict=True)):
         for place in range(start, stop):
@@ -179,6 +175,6 @@ def slots_of_table(table: Sequence[int], length: int) -> list[int]:
 
 def test_slots_of_a_chunk() -> None:
     chunk = Chunk([0] * 11, 0, 11, [7, 2, 5])
-    assert slots_of(chunk, 0, 11, SIZE).tolist() == slots_of_table([7, 2, 5], 11)
-    assert slots_of(chunk, 3, 9, SIZE).tolist() == slots_of_table([7, 2, 5], 11)[3:9]
-    assert slots_of(chunk, 3, 9, SIZE).dtype == np.int64
+    assert attention.slots_of(chunk, 0, 11, SIZE).tolist() == slots_of_table([7, 2, 5], 11)
+    assert attention.slots_of(chunk, 3, 9, SIZE).tolist() == slots_of_table([7, 2, 5], 11)[3:9]
+    assert attention.slots_of(chunk, 3, 9, SIZE).dtype == np.int64

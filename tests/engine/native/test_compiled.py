@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_parts import (
-    UNUSUAL_SPECS,
-    assert_same_tokens,
-    needed_library,
-    random_prompts,
-    small_decoder,
-    small_spec,
-)
+from engine_parts import UNUSUAL_SPECS, assert_same_tokens, needed_library, random_prompts, small_decoder, small_spec
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate

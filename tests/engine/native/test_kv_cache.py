@@ -132,9 +132,7 @@ def test_a_deterministic_run_needs_a_budget_if_free_memory_would_limit_the_cache
         assert 900 <= cache_blocks(SPEC, 1000, 96, CPU, torch.float32, named) <= 1000
 
 
-def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_budget_the_cache_is_limited_by_use_and_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 100 * GIB)
     assert cache_blocks(SPEC, 4, 96, CPU, torch.float32, 0.0) == 4 * 96 // BLOCK_SIZE
     assert cache_blocks(SPEC, 4, 97, CPU, torch.float32, 0.0) == 4 * (96 // BLOCK_SIZE + 1)

@@ -15,7 +15,6 @@ import pytest
 from echo_parts import POLICY, EchoEngine, echo, engine_on, expected, options, requests, tokens, until
 from http_parts import Answer, SmallServer
 
-from assay.engine.base import Request
 from assay.engine.client import connect, generate, run_sync
 from assay.engine.remote import http
 from assay.engine.remote.http import Server, ServerStale, ServerState
@@ -75,7 +74,6 @@ class FakeServer:
 
     def set(self, fault: str) -> None:
         self.fault = fault
-        assert self.http is not None
         self.http.drop = fault == "drops connections"
         if not fault:
             self.released.set()
@@ -102,23 +100,25 @@ def states(engine: Any) -> list[str]:
     return [server.state.value for server in engine.all_servers]
 
 
-def tokens_of(wanted: Sequence[Request]) -> list[list[list[int]]]:
-    return [[expected(one.prompt_ids, one.seed, sample) for sample in range(3)] for one in wanted]
+def check_tokens(engine: Any, count: int = 12) -> None:
+    """All requests are answered with their tokens, which follow from prompts and seeds."""
+    wanted = requests(count)
+    right = [[expected(one.prompt_ids, one.seed, sample) for sample in range(3)] for one in wanted]
+    assert tokens(generate(engine, wanted)) == right
 
 
 @pytest.mark.parametrize("fault", ["drops connections", "hangs", "garbage", "restarted"])
 def test_a_server_that_fails_is_retired_until_it_has_proved_the_weights_of_a_later_update(fault: str) -> None:
     with fleet() as (engine, fakes, lines):
         fakes[1].set(fault)
-        wanted = requests(12)
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)  # the same seeds
+        check_tokens(engine)
         until(lambda: states(engine) == ["serving", "retired", "serving"])
         assert len(lines) == 1 and "gets no more requests (2 others left)" in lines[0]
         assert engine.server_metrics()["servers/serving"] == 2 and engine.server_metrics()["servers/failures"] == 1
         assert engine.server_metrics()["servers/retries"] > 0
         until(lambda: all(server.running == 0 for server in engine.all_servers))
         before = len(fakes[1].http.paths())  # type: ignore[union-attr]
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
         assert len(fakes[1].http.paths()) == before  # type: ignore[union-attr]
         if fault != "restarted":
             engine.update_weights(POLICY, 1)  # without it
@@ -127,7 +127,7 @@ def test_a_server_that_fails_is_retired_until_it_has_proved_the_weights_of_a_lat
         engine.update_weights(POLICY, 2)
         assert states(engine) == ["serving"] * 3 and [fake.version for fake in fakes] == [2, 2, 2]
         assert "serves again, with the weights of version 2" in lines[-1]
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
         assert fakes[1].http.requests[-1][0] in ("/generate", "/health")  # type: ignore[union-attr]
 
 
@@ -206,8 +206,7 @@ def test_if_all_servers_are_gone_requests_fail_until_an_update_has_reached_one()
             generate(engine, requests(1))
         engine.update_weights(POLICY, 1)
         assert states(engine) == ["serving", "retired"] and not engine.lost
-        wanted = requests(12)
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
 
 
 def test_an_answer_of_the_last_server_that_is_garbage_fails_its_request_alone() -> None:
@@ -230,13 +229,12 @@ def test_before_the_first_update_a_failure_is_an_error() -> None:
 def test_a_request_on_which_a_server_fails_is_tried_elsewhere_and_the_server_is_kept() -> None:
     with fleet() as (engine, fakes, lines):
         fakes[0].set("fails")
-        wanted = requests(12)
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
         assert states(engine) == ["serving"] * 3 and lines == []
         for fake in fakes:
             fake.set("fails")
         with pytest.raises(UserError, match="answered 500: out of memory"):
-            generate(engine, wanted)
+            generate(engine, requests(12))
 
 
 def test_a_single_lost_connection_is_no_reason_to_retire_a_server() -> None:
@@ -250,8 +248,7 @@ def test_a_single_lost_connection_is_no_reason_to_retire_a_server() -> None:
             return answer(path, body)
 
         http.answer = sometimes  # type: ignore[union-attr]
-        wanted = requests(12)
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
         assert lost == [0] and states(engine) == ["serving"] * 3 and lines == []
 
 
@@ -294,8 +291,7 @@ def test_random_faults_lose_and_double_nothing(until_s: float = 1.0) -> None:
         try:
             deadline, version = time.monotonic() + until_s, 0
             while time.monotonic() < deadline or (engine.failures < 4 and time.monotonic() < deadline + 60):
-                wanted = requests(20)
-                assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+                check_tokens(engine, 20)
                 version += 1
                 engine.update_weights(POLICY, version)
         finally:
@@ -349,16 +345,15 @@ def test_servers_come_and_go_with_an_update() -> None:
         urls = [server.url for server in engine.all_servers]
         new = others[0].http.url  # type: ignore[union-attr]
         engine.launched = placed = Placed(*urls, new)
-        wanted = requests(12)
         engine.update_weights(POLICY, 1)
         assert states(engine) == ["serving"] * 3 and others[0].version == 1
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
         assert any("/generate" in path for path in others[0].http.paths())  # type: ignore[union-attr]
         placed.urls = [new]
         engine.update_weights(POLICY, 2)
         assert [server.url for server in engine.all_servers] == [new]
         before = [len(fake.http.paths()) for fake in fakes]  # type: ignore[union-attr]
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
         assert before == [len(fake.http.paths()) for fake in fakes]  # type: ignore[union-attr]
         assert [fake.version for fake in fakes] == [1, 1] and others[0].version == 2
         assert engine.server_metrics() == {} and not any("has failed" in line for line in lines)
@@ -386,6 +381,5 @@ def test_all_servers_are_lost_while_their_successors_are_started() -> None:
         assert all(fake.version < 1 for fake in fakes)  # no weights for servers that are not used
         placed.urls = [others[0].http.url]  # type: ignore[union-attr]
         engine.update_weights(POLICY, 3)
-        wanted = requests(12)
-        assert tokens(generate(engine, wanted)) == tokens_of(wanted)
+        check_tokens(engine)
         assert [server.url for server in engine.all_servers] == placed.urls

@@ -44,7 +44,6 @@ def test_weights_of_a_killed_process_are_removed_and_those_of_a_living_one_are_n
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
-        assert other.stdout is not None
         folder = Path(other.stdout.readline().strip())
         assert folder.parent == tmp_path
         own = FolderTransport()

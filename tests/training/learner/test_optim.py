@@ -14,23 +14,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from train_parts import SPEC, tiny_decoder
 
 from assay.config import OptimConfig
-from assay.training.learner.optim import (
-    ITERATIONS,
-    QUINTIC,
-    clip_gradients,
-    lr_factor,
-    make_adamw,
-    make_optimizer,
-    orthogonalised,
-    set_lr,
-)
+from assay.training.learner import optim
 from assay.types import UserError
 
 
 def test_warm_up_rises_in_equal_steps_to_one() -> None:
     for kind in ("constant", "linear", "cosine"):
-        assert [lr_factor(kind, step, 100, warmup=4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-        assert lr_factor(kind, 4, 100, warmup=4) == 1.0
+        assert [optim.lr_factor(kind, step, 100, warmup=4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+        assert optim.lr_factor(kind, 4, 100, warmup=4) == 1.0
 
 
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
@@ -38,17 +29,17 @@ def test_warm_up_rises_in_equal_steps_to_one() -> None:
 def test_schedules_have_their_closed_forms(total: int, warmup: int, final: float) -> None:
     for step in range(warmup, total + 1):
         part = (step - warmup) / (total - warmup)
-        assert lr_factor("constant", step, total, warmup, final) == 1.0
-        assert lr_factor("linear", step, total, warmup, final) == pytest.approx(1 + (final - 1) * part)
+        assert optim.lr_factor("constant", step, total, warmup, final) == 1.0
+        assert optim.lr_factor("linear", step, total, warmup, final) == pytest.approx(1 + (final - 1) * part)
         cosine = final + (1 - final) * (1 + math.cos(math.pi * part)) / 2
-        assert lr_factor("cosine", step, total, warmup, final) == pytest.approx(cosine)
-    assert lr_factor("linear", total, total, warmup, final) == pytest.approx(final)
-    assert lr_factor("cosine", total, total, warmup, final) == pytest.approx(final)
+        assert optim.lr_factor("cosine", step, total, warmup, final) == pytest.approx(cosine)
+    assert optim.lr_factor("linear", total, total, warmup, final) == pytest.approx(final)
+    assert optim.lr_factor("cosine", total, total, warmup, final) == pytest.approx(final)
 
 
 def test_warmup_longer_than_the_run_is_allowed() -> None:
-    assert [lr_factor("linear", step, 3, warmup=10) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
-    assert 0 <= lr_factor("cosine", 0, 0) <= 1
+    assert [optim.lr_factor("linear", step, 3, warmup=10) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+    assert 0 <= optim.lr_factor("cosine", 0, 0) <= 1
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e3])
@@ -58,7 +49,7 @@ def test_clipping_equals_that_of_torch(max_norm: float) -> None:
         generator = torch.Generator().manual_seed(1)
         for p in model.parameters():
             p.grad = torch.empty(p.shape, dtype=p.dtype).normal_(generator=generator)
-    norm = clip_gradients(ours.parameters(), max_norm)
+    norm = optim.clip_gradients(ours.parameters(), max_norm)
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
     assert float(norm) == pytest.approx(float(expected))
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -68,14 +59,14 @@ def test_clipping_equals_that_of_torch(max_norm: float) -> None:
 def test_a_limit_of_zero_never_clips() -> None:
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.tensor([3.0, 4.0, 0.0])
-    assert float(clip_gradients([weight], 0.0)) == 5.0
+    assert float(optim.clip_gradients([weight], 0.0)) == 5.0
     assert weight.grad.tolist() == [3.0, 4.0, 0.0]
 
 
 def test_only_matrices_decay() -> None:
     model = tiny_decoder()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = make_adamw(model, lr=0.1, weight_decay=0.5)
+    optimizer = optim.make_adamw(model, lr=0.1, weight_decay=0.5)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -87,9 +78,9 @@ def test_only_matrices_decay() -> None:
 
 def test_a_step_equals_adamw_by_its_definition() -> None:
     model, other = tiny_decoder(), tiny_decoder()
-    ours = make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
+    ours = optim.make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
     theirs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, fused=False)
-    set_lr(ours, 0.01)
+    optim.set_lr(ours, 0.01)
     for seed in range(3):
         for each in (model, other):
             generator = torch.Generator().manual_seed(seed)
@@ -110,12 +101,12 @@ NORMS = ["model.norm.weight", "model.layers.0.input_layernorm.weight", "model.la
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_in_one_group_with_the_rate_of_its_kind(name: str, tied: bool) -> None:
     model = tiny_decoder(spec=replace(SPEC, tied=tied, qkv_bias=True))
-    optimizer = make_optimizer(model, OptimConfig.model_validate({"name": name, "lr": 1e-3, **RATES}))
+    optimizer = optim.make_optimizer(model, OptimConfig.model_validate({"name": name, "lr": 1e-3, **RATES}))
     listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(listed) == sorted(id(p) for p in model.parameters())
     names = dict(model.named_parameters())
     for factor in (1.0, 0.05):
-        set_lr(optimizer, 1e-3 * factor)
+        optim.set_lr(optimizer, 1e-3 * factor)
         rates = {
             n: g["lr"] for n, p in names.items() for g in optimizer.param_groups if any(p is q for q in g["params"])
         }
@@ -126,7 +117,7 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_kind(name: str, ti
 
 def test_muon_needs_a_learning_rate_for_matrices() -> None:
     with pytest.raises(UserError, match=r"optim\.matrix_lr"):
-        make_optimizer(tiny_decoder(), OptimConfig(name="muon"))
+        optim.make_optimizer(tiny_decoder(), OptimConfig(name="muon"))
 
 
 def test_a_fallback_model_has_the_same_kinds() -> None:
@@ -135,7 +126,7 @@ def test_a_fallback_model_has_the_same_kinds() -> None:
     from assay.models import HFModel
 
     model = HFModel(GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16)))
-    optimizer = make_optimizer(model, OptimConfig(name="muon", matrix_lr=0.1))
+    optimizer = optim.make_optimizer(model, OptimConfig(name="muon", matrix_lr=0.1))
     kinds = {id(p): group["kind"] for group in optimizer.param_groups for p in group["params"]}
     found = {name: kinds[id(p)] for name, p in model.named_parameters()}
     assert found.pop("hf.transformer.wte.weight") == found.pop("hf.transformer.wpe.weight") == "embedding"
@@ -151,8 +142,8 @@ def by_svd(matrix: Tensor) -> Tensor:
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     values = []
     for value in (s / s.square().sum().sqrt()).tolist():
-        for _ in range(ITERATIONS):
-            value = sum(factor * value**power for factor, power in zip(QUINTIC, (1, 3, 5), strict=True))
+        for _ in range(optim.ITERATIONS):
+            value = sum(factor * value**power for factor, power in zip(optim.QUINTIC, (1, 3, 5), strict=True))
         values.append(value)
     return u @ torch.tensor(values, dtype=matrix.dtype).diag() @ v
 
@@ -161,7 +152,7 @@ def by_svd(matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", [1e-9, 1e6])
 def test_singular_values_become_about_one_and_singular_vectors_stay(shape: tuple[int, int], size: float) -> None:
     matrix = size * noise(shape)
-    found = orthogonalised(matrix)
+    found = optim.orthogonalised(matrix)
     assert torch.allclose(found, by_svd(matrix), rtol=0, atol=1e-10)
     values = torch.linalg.svdvals(found)
     assert float(values.min()) > 0.6 and float(values.max()) < 1.25
@@ -170,13 +161,13 @@ def test_singular_values_become_about_one_and_singular_vectors_stay(shape: tuple
 
 
 def test_a_zero_matrix_stays_zero() -> None:
-    assert not orthogonalised(torch.zeros(3, 4)).any()
+    assert not optim.orthogonalised(torch.zeros(3, 4)).any()
 
 
 def test_single_precision_is_close_and_keeps_its_dtype() -> None:
     matrix = noise((12, 20))
-    found = orthogonalised(matrix.float())
-    assert found.dtype == torch.float32 and torch.allclose(found.double(), orthogonalised(matrix), atol=1e-4)
+    found = optim.orthogonalised(matrix.float())
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), optim.orthogonalised(matrix), atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -194,7 +185,9 @@ def test_steps_equal_the_definition_by_singular_value_decomposition(shape: tuple
 @pytest.mark.parametrize("fused", [True, False])
 def test_vectors_and_embeddings_are_updated_by_adamw(fused: bool) -> None:
     model, other = tiny_decoder(), tiny_decoder()
-    ours = make_optimizer(model, OptimConfig(name="muon", lr=0.01, matrix_lr=0.02, embedding_lr=0.03, weight_decay=0.1))
+    ours = optim.make_optimizer(
+        model, OptimConfig(name="muon", lr=0.01, matrix_lr=0.02, embedding_lr=0.03, weight_decay=0.1)
+    )
     for group in ours.param_groups:
         group["fused"] = fused
     layers = [group for group in ours.param_groups if group["kind"] == "matrix"]
@@ -217,7 +210,7 @@ def test_vectors_and_embeddings_are_updated_by_adamw(fused: bool) -> None:
 
 def test_a_parameter_without_gradient_stays() -> None:
     model = tiny_decoder()
-    optimizer = make_optimizer(model, OptimConfig(name="muon", matrix_lr=0.02))
+    optimizer = optim.make_optimizer(model, OptimConfig(name="muon", matrix_lr=0.02))
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and not optimizer.state

@@ -273,7 +273,6 @@ def test_equal_rewards_make_no_step_in_spite_of_momentum(recipe: str, reward: fl
         assert trained.update(groups, algo, 1e-2)["optim/skipped"] == 0  # creates momentum
         before, moments = weights_of(trained.policy), copy.deepcopy(trained.optimizer.state_dict())
         for rollout in (rollout for group in groups for rollout in group.rollouts):
-            assert rollout.verdict is not None
             rollout.verdict.reward = reward
         algo.credit(groups)
         found = trained.update(groups, algo, 1e-2)

@@ -14,38 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import SmallRuns
 
 from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.training.learner.update import Fault, dump_batch
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
-# Random models solve nothing. This reward depends on the letters, so that rewards differ within every group.
-REWARD = """
-def reward(completion, answer):
-    return {"reward": sum(map(ord, completion)) % 4 / 3, "parsed": completion}
-"""
-SMALL = """
-model = "preset:nano"
-device = "cpu"
-[task]
-name = "abacus"
-args = {train_size = 12, eval_size = 40}
-[sampling]
-max_new_tokens = 8
-[train]
-steps = 6
-prompts = 6
-samples = 4
-[optim]
-lr = 1e-3
-[eval]
-every = 2
-examples = 20
-final_examples = 40
-temperature = 1.0
-[reward]
-workers = 0
-"""
 HOSTILE = (
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
     "<svg onload='window.hacked = 3'><a href='javascript:window.hacked = 4'>click</a>"
@@ -56,9 +30,11 @@ LONG = 100_000  # tokens
 
 TRAIN = """
 from assay.cli.main import main
-main(["train", "small.toml"]) or main(["train", "small.toml", "--name", "other", "--seed", "1"])
-main(["train", "small.toml", "--name", "useless", "--reward.function", "zero.py:reward", "--train.steps", "8",
-      "--eval.every", "0"])
+train = ["train", "small.toml", "--task.args", "{train_size = 12, eval_size = 40}", "--train.prompts", "6"]
+train += ["--train.samples", "4", "--eval.examples", "20", "--eval.final_examples", "40", "--eval.temperature", "1.0"]
+six = [*train, "--train.steps", "6", "--eval.every", "2"]
+main(six) or main([*six, "--name", "other", "--seed", "1"])
+main([*train, "--train.steps", "8", "--eval.every", "0", "--name", "useless", "--reward.function", "zero.py:reward"])
 """
 
 
@@ -75,10 +51,8 @@ def browser_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs: small, other, useless (all rewards are equal), hostile, damaged, long (100,000 tokens),
     skipped (a batch that was not trained), repeated (equal answers)."""
     folder = tmp_path_factory.mktemp("browser")
-    (folder / "reward.py").write_text(REWARD)
     (folder / "zero.py").write_text("def reward(completion, answer):\n    return 0.0\n")
-    (folder / "small.toml").write_text(SMALL + f'function = "{folder}/reward.py:reward"\n')
-    runs = folder / "runs"
+    runs = SmallRuns(folder).runs
     output, _ = python("-c", TRAIN, folder=folder).communicate(timeout=300)
     assert (runs / "useless" / "summary.json").exists(), output
     make_hostile(runs)
@@ -161,7 +135,6 @@ class View:
     def __init__(self, runs: Path) -> None:
         self.runs = runs
         self.process = python("-m", "assay", "view", str(runs), "--port", "0", "--no-open", folder=runs.parent)
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         match = re.search(r"http://\S+", line)
         assert match, line + self.process.stdout.read()

@@ -51,15 +51,9 @@ def facts(tab: Tab, selector: str = ".facts") -> dict[str, str]:
     return dict(rows)
 
 
-def rows(tab: Tab) -> list[list[str]]:
-    """Texts of the cells of the table, without the titles of groups."""
-    return tab.page.locator("main tbody tr[data-href]").evaluate_all(
-        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
-    )
-
-
-def rows_of(tab: Tab, selector: str) -> list[list[str]]:
-    return tab.page.locator(f"{selector} tbody tr").evaluate_all(
+def rows(tab: Tab, selector: str = "main tbody tr[data-href]") -> list[list[str]]:
+    """Texts of the cells of the table, by default without the titles of groups."""
+    return tab.page.locator(selector).evaluate_all(
         "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
     )
 
@@ -713,7 +707,7 @@ def test_settings_that_were_changed_come_first(tab: Tab) -> None:
     page = tab.open("#/run/small/config")
     titles = page.locator("main > .panel h2").all_inner_texts()
     assert titles.index("Changed settings") < titles.index("All settings")
-    changed = dict(row[:2] for row in rows_of(tab, ".panel:has(h2:text-is('Changed settings'))"))
+    changed = dict(row[:2] for row in rows(tab, ".panel:has(h2:text-is('Changed settings')) tbody tr"))
     assert changed["sampling.max_new_tokens"] == "8" and "seed" not in changed
 
 
