@@ -57,7 +57,8 @@ def main() -> None:
         answers = model.generate(
             questions[: args.problems], samples=args.samples, temperature=1.0, max_new_tokens=args.new
         )
-        prompts = model.renderer.all_prompt_ids([as_question(group[0].prompt) for group in answers])
+        renderer, _ = model._opened()
+        prompts = renderer.all_prompt_ids([as_question(group[0].prompt) for group in answers])
     sequences = [
         ([*prompt, *answer.token_ids], len(prompt))
         for prompt, group in zip(prompts, answers, strict=True)

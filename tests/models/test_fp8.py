@@ -62,6 +62,17 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
     torch.testing.assert_close(matrix.product(quantized, bias).tensor().double(), expected, rtol=0.02, atol=0.02)
 
 
+def test_nan_stays_nan() -> None:
+    weight, x = torch.ones(16, 32, device=DEVICE), torch.ones(2, 32, device=DEVICE, dtype=torch.bfloat16)
+    matrix = Fp8Matrix.zeros([16], 32, DEVICE, torch.bfloat16)
+    x[1, 5] = torch.nan
+    matrix.copy_(weight)
+    assert matrix.product(quantize(x)).tensor().isnan().any(1).tolist() == [False, True]
+    weight[3, 4] = torch.nan
+    matrix.copy_(weight)
+    assert matrix.product(quantize(x[:1])).tensor().isnan().all()
+
+
 def test_sizes_must_be_multiples() -> None:
     with pytest.raises(UserError, match="needs matrices with sizes that are multiples of 16, not 24 x 32"):
         Fp8Matrix.zeros([24], 32, DEVICE, torch.bfloat16)

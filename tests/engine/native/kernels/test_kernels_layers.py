@@ -92,6 +92,14 @@ def test_a_scaled_product_is_added_normalized_and_quantized(size: int, offset: f
     assert_quantized(quantized_norm(x, None, None, 1e-6), x.double())
 
 
+@pytest.mark.gpu  # Triton's interpreter makes NaN a number
+def test_nan_stays_nan_in_8_bits() -> None:
+    x, gate_up = normal(2, 64, dtype=torch.bfloat16), scaled(2, [48, 48], False)
+    x[1, 3], gate_up.values[1, 50] = torch.nan, torch.nan
+    for found in (quantized_norm(x, None, None, 1e-6), quantized_activation(gate_up)):
+        assert found.codes.float().isnan().any(1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize(
     ("size", "parts", "bias", "activation"),
     [(48, 2, True, "silu"), (4112, 1, False, "gelu_tanh"), (64, 2, False, "silu")],

@@ -130,8 +130,14 @@ def _scale_of(largest):
 
 @triton.jit
 def _codes(value, scale):
-    code = value * tl.div_rn(1.0, scale)  # a division of each value takes twice as long
-    return tl.minimum(tl.maximum(code, -LARGEST_CODE), LARGEST_CODE).to(tl.float8e4nv)
+    return _limited(value * tl.div_rn(1.0, scale)).to(tl.float8e4nv)  # a division of each value takes twice as long
+
+
+@triton.jit
+def _limited(value):
+    """Numbers beyond the largest of 8 bits become the largest; NaN stays NaN."""
+    value = tl.maximum(value, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(value, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
 
 
 def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -369,9 +375,9 @@ def _rope_store(
 
 @triton.jit
 def _as_stored(value, kv):
-    """In the dtype of the cache. Numbers beyond the largest of 8 bits become the largest."""
+    """In the dtype of the cache."""
     if kv.dtype.element_ty == tl.float8e4nv:
-        value = tl.minimum(tl.maximum(value.to(tl.float32), -LARGEST_CODE), LARGEST_CODE)
+        value = _limited(value.to(tl.float32))
     return value.to(kv.dtype.element_ty)
 
 
