@@ -15,8 +15,8 @@ from small_run import SmallRuns
 
 from assay.build.problems import build_problems
 from assay.config import EnvConfig, TaskConfig
-from assay.integrations.ray import nodes as module
-from assay.integrations.ray.nodes import ClusterEnv
+from assay.integrations.ray import environments as module
+from assay.integrations.ray.environments import ClusterEnv
 from assay.system.awaiting import resolve, together
 from assay.types import Status, UserError
 

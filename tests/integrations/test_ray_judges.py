@@ -20,9 +20,9 @@ from ray_nodes import KEY, SECRET, Nodes
 from small_run import SmallRuns
 from waiting import until
 
-from assay.integrations.ray import nodes as module
+from assay.integrations.ray import judges as module
 from assay.integrations.ray.cluster import connect, hosted_program
-from assay.integrations.ray.nodes import ClusterPool
+from assay.integrations.ray.judges import ClusterPool
 from assay.rewards import FunctionJudge, JudgePool, MathJudge, RewardMix
 from assay.rewards.functions import register_function
 from assay.rewards.judge import judged_fields

@@ -191,7 +191,7 @@ def test_judging_on_the_nodes_of_ray_without_a_cluster_is_a_user_error(monkeypat
 
     monkeypatch.delenv("ASSAY_RAY", raising=False)
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-    monkeypatch.setattr("assay.integrations.ray.nodes.connect", refuse)
+    monkeypatch.setattr("assay.integrations.ray.judges.connect", refuse)
     with pytest.raises(UserError) as raised:
         JudgePool(MathJudge(), workers=1, pool="ray")
     assert str(raised.value) == (

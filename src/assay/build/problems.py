@@ -40,7 +40,7 @@ def build_problems(task: TaskConfig, env: EnvConfig) -> Task:
         made.defer_judging = True
     if env.pool == "local":
         return made
-    on_nodes = pkgutil.resolve_name("assay.integrations.ray.nodes:ClusterEnv")  # its package is optional
+    on_nodes = pkgutil.resolve_name("assay.integrations.ray.environments:ClusterEnv")  # its package is optional
     return on_nodes(made, partial(build_problems, task, env.model_copy(update={"pool": "local"})))
 
 

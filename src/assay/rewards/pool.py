@@ -247,7 +247,7 @@ def _make_pool(
 ) -> WorkerPool[list[Verdict]]:
     if pool == "local":
         return WorkerPool(settings, workers, parse_verdicts)
-    judges = importlib.import_module("assay.integrations.ray.nodes")  # by name: its package is optional
+    judges = importlib.import_module("assay.integrations.ray.judges")  # by name: its package is optional
     cluster_pool: WorkerPool[list[Verdict]] = judges.ClusterPool(settings, workers, parse_verdicts, pass_env)
     return cluster_pool
 
