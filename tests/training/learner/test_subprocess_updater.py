@@ -454,7 +454,7 @@ def begin_arguments() -> tuple[Any, ...]:
     updater = SubprocessUpdater.of(Updater(policy, make_adamw(policy, 1e-2)))
     content = updater._pickled(make_algorithm("grpo"), None)
     files = {name: (os.dup(shared.file.fileno()), shared.slots) for name, shared in updater.shared.items()}
-    return content, files, torch.device("cpu"), torch.get_num_threads(), None
+    return content, files, torch.device("cpu"), torch.get_num_threads(), None, False
 
 
 def test_weights_that_do_not_fit_on_the_device_are_reported(
