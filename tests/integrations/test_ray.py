@@ -21,7 +21,7 @@ from assay.build.run import new_run
 from assay.checks.settings import check_settings
 from assay.config import ClusterConfig, TrainConfig
 from assay.config.settings import load_settings, parse_overrides
-from assay.integrations.ray import cluster, learners, nodes, servers
+from assay.integrations.ray import cluster, judges, learners, servers
 from assay.runs.console import make_console
 from assay.system.program import free_port
 from assay.types import UserError
@@ -177,11 +177,11 @@ def test_files_are_written_where_a_node_lacks_them(tmp_path: Path, monkeypatch: 
 
 
 def test_a_batch_goes_to_the_least_loaded_actor_unless_all_have_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = nodes.ClusterPool.__new__(nodes.ClusterPool)
+    pool = judges.ClusterPool.__new__(judges.ClusterPool)
     pool._changed = threading.Condition()
     monkeypatch.setattr(pool, "_find_actors", lambda: None)
-    loads = {"a": (True, 1, 1), "b": (True, 0, 9), "full": (True, nodes.IN_FLIGHT, 0), "starting": (False, 0, 0)}
-    pool._actors = {name: nodes._JudgeActor(name, "", None, None, False, *load) for name, load in loads.items()}
+    loads = {"a": (True, 1, 1), "b": (True, 0, 9), "full": (True, judges.IN_FLIGHT, 0), "starting": (False, 0, 0)}
+    pool._actors = {name: judges._JudgeActor(name, "", None, None, False, *load) for name, load in loads.items()}
     chosen = [pool._reserve(wait=False) for _ in range(4)]
     assert [actor and actor.node for actor in chosen] == ["b", "a", "b", None]
 
