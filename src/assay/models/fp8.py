@@ -1,7 +1,7 @@
 """Weights and activations of matrix products in 8 bits (e4m3), for generation on GPUs that multiply them: Hopper, Ada.
 
 A weight has one scale, and activations have one per row: the largest absolute value becomes the largest number of
-e4m3. (These are floating-point numbers: scales by row would not make weights more precise.) Weights are quantized when
+e4m3. (These are floating-point numbers, so scales by row hardly make weights more precise.) Weights are quantized when
 they are copied into the engine, from the engine's dtype; activations before each product. Only the linear layers of the
 blocks are quantized: embedding and head are as important as they are large.
 
