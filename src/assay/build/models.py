@@ -275,8 +275,8 @@ def build_engine(
     from assay.engine import make_engine
 
     device, engine = device or policy.device, cfg.engine
-    options = {"max_batch", "kv_cache_gib", "prefill_tokens", "sleep_while_training", "kv_on_update", "quantize"}
-    options.add("kv_cache_dtype")
+    options = {"max_batch", "prefill_tokens", "sleep_while_training", "quantize"}
+    options |= {"kv_cache_gib", "kv_cache_dtype", "kv_on_update"}
     return make_engine(
         custom_backend(engine.name) if is_custom_backend(engine) else engine.name,
         policy,

@@ -344,7 +344,7 @@ class LoopConfig(Section):
     offload_reference: bool = False
     """keep the reference model in CPU memory and move it to the GPU only while it computes log-probabilities"""
     deterministic: bool = False
-    """the same weights, bit for bit, in every run with the same seed, also on a GPU; slower. CPU runs have this anyway.
+    """the same weights, bit for bit, in every run with the same seed, also on a GPU. CPU runs have this anyway.
     What cannot be repeated is refused"""
     process: Literal["same", "separate"] = "same"
     """separate: run each update in its own process, which frees all of its GPU memory; takes seconds to start"""
