@@ -175,7 +175,7 @@ class Decoder(PolicyModel):
         angles = positions[:, None].float() * self.inv_freq.float()[:, None]  # [tables, N, rotated / 2]
         # Each cosine and sine is [N, 1, rotated / 2].
         rotations = [(table.cos()[:, None].to(x.dtype), table.sin()[:, None].to(x.dtype)) for table in angles]
-        if self.compiled_bridge is not None and not (self.recompute and torch.is_grad_enabled()):
+        if self.compiled_bridge is not None:
             return self.model.norm(self._forward_bridged(x, rotations, attend))
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
@@ -188,7 +188,8 @@ class Decoder(PolicyModel):
         return self.model.norm(x)
 
     def _forward_bridged(self, x: Tensor, rotations: list[tuple[Tensor, Tensor]], attend: Attend) -> Tensor:
-        """The layers, with everything between two attention operations as one compiled call."""
+        """The layers, with everything between two attention operations as one compiled call. The start of the
+        first and the end of the last layer are not compiled, which shortens the first step by several seconds."""
         assert self.compiled_bridge is not None
         layers: list[Layer] = list(self.model.layers)  # type: ignore[arg-type]
         q, k, v = Layer.pre_attention(layers[0], x, *rotations[layers[0].rope_table])
@@ -201,7 +202,7 @@ class Decoder(PolicyModel):
         """Compile what surrounds products and attention. All layers share the code compiled for the first one.
 
         `bridged`: compile the end of one layer and the start of the next as one piece, which halves the number of
-        calls; not possible with hooks on whole layers, as FSDP has.
+        calls; not possible with hooks on whole layers, as FSDP has, or if layers are recomputed.
         `partial`: recompute activations in the backward pass, beginning with the cheapest, until half of their memory
         is saved.
         """
@@ -220,7 +221,9 @@ class Decoder(PolicyModel):
         # Otherwise some kernels are chosen by measuring them. As an option, it also applies to the backward pass, which
         # is compiled in another thread.
         options: Any = {"deterministic": True} if is_deterministic() else None
-        self.compiled_bridge = torch.compile(bridge, dynamic=True, options=options) if bridged else None
+        if bridged and not self.recompute:
+            self.compiled_bridge = torch.compile(bridge, dynamic=True, options=options)
+            return
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             for name in ("pre_attention", "post_attention"):
@@ -232,6 +235,7 @@ class Decoder(PolicyModel):
 
         if self.compiled_bridge is not None:
             self.compiled_bridge = run(self.compiled_bridge)
+            return
         for layer in self.model.layers:
             for name in ("pre_attention", "post_attention"):
                 setattr(layer, name, run(getattr(layer, name)))

@@ -15,6 +15,8 @@ from torch import Tensor
 
 BLOCK = 4096  # logits of a row that are read together
 WARPS = 8
+# Arguments with a number per row, at any address: one compiled kernel is enough for all.
+ROW_VALUES = ("targets", "logprobs", "entropies", "partition", "grad_logprobs", "grad_entropy")
 
 
 def scores_of(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +33,7 @@ def scores_of(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tens
     return logprobs, entropies, partition
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_VALUES)
 def _scores_of(logits, stride, targets, scale, logprobs, entropies, partition, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride
@@ -83,7 +85,7 @@ def gradient_of(
     return logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_VALUES)
 def _gradient_of(
     logits,
     stride,
