@@ -3,7 +3,8 @@
     python bench/growth.py measure --json bench/results/growth-h200.json    # on a GPU, in about ten minutes
     python bench/growth.py plot --json bench/results/growth-h200.json --image docs/images/growth.png
 
-Generation: prompts of 128 tokens. Training: one micro-batch, AdamW in float32 (7B: `optim.precision` 8bit).
+Generation: prompts of 128 tokens. Training: one micro-batch without activation checkpointing, AdamW in float32 (7B:
+`optim.precision` 8bit).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Point:
     peak_gib: float
     predicted_tokens_per_s: float
     predicted_gib: float
+    row: dict[str, Any]  # of the benchmark
 
 
 def generation(series: str, shape: str, prompts: int, samples: int, new: int, x: int, device: str) -> Point:
@@ -40,7 +42,7 @@ def generation(series: str, shape: str, prompts: int, samples: int, new: int, x:
 
     work = Workload(shape=shape, prompts=prompts, samples=samples, new=new)
     (row,) = engine.measure(work, Options(device=device, repeat=1, mismatch=False))
-    return Point(series, x, row["tokens_per_s"], row["peak_memory_gib"] or 0.0, *predicted_generation(work))
+    return Point(series, x, row["tokens_per_s"], row["peak_memory_gib"] or 0.0, *predicted_generation(work), row)
 
 
 def predicted_generation(work: Workload) -> tuple[float, float]:
@@ -61,21 +63,22 @@ def training(series: str, shape: str, sequences: int, tokens: int, x: int, devic
     settings = (f"optim.precision={precision}", f"train.token_budget={sequences * tokens}")
     work = Sequences(shape=shape, sequences=sequences, tokens=tokens)
     (row,) = step.measure_training(work, StepOptions(device=device, steps=2, set=settings))
-    expected = predicted_training(shape, tokens, sequences * tokens, precision)
-    return Point(series, x, row["tokens_per_s"], row["peak_gib"], *expected)
+    expected = predicted_training(shape, sequences, tokens, precision)
+    return Point(series, x, row["tokens_per_s"], row["peak_gib"], *expected, row)
 
 
-def predicted_training(shape: str, length: int, budget: int, precision: str) -> tuple[float, float]:
+def predicted_training(shape: str, sequences: int, length: int, precision: str) -> tuple[float, float]:
     import torch
     from fit_cost import GPU
 
-    from assay.build.cost import activation_bytes
-    from assay.build.plan import STATES, train_seconds
+    from assay.build.models import activation_bytes
+    from assay.build.plan import OPTIMIZER_BYTES, STATES, train_seconds
 
-    spec = SHAPES[shape]()
+    spec, tokens = SHAPES[shape](), sequences * length
     state = STATES[precision] + 2.0 * (precision == "float32")
-    size = state * spec.parameters + budget * activation_bytes(spec, torch.bfloat16, False)
-    return 1 / train_seconds(spec, GPU, length), size / GIB
+    size = state * spec.parameters + tokens * activation_bytes(spec, torch.bfloat16, False)
+    seconds = OPTIMIZER_BYTES * spec.parameters / GPU.bandwidth + tokens * train_seconds(spec, GPU, length)
+    return tokens / seconds, size / GIB
 
 
 def points(device: str, quick: bool) -> Iterator[Callable[[], Point]]:
@@ -93,7 +96,7 @@ def points(device: str, quick: bool) -> Iterator[Callable[[], Point]]:
         yield lambda s=shape, z=size: generation("generation by model, x 256", s, 16, 16, 256, z, device)
         yield lambda s=shape, z=size: training("training by model, 4 x 1,024", s, 4, 1024, z, device)
     for length in LENGTHS:
-        yield lambda n=length: training("training by length, 0.5b", "0.5b", 1, n, n, device)
+        yield lambda n=length: training("training by length, 0.6b", "0.6b", 1, n, n, device)
 
 
 def measure(args: argparse.Namespace) -> None:
