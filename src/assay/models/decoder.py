@@ -218,9 +218,11 @@ class Decoder(PolicyModel):
         _dynamo.config.specialize_float = True
         if is_deterministic():
             _dynamo.reset()  # also of code that was compiled for other numbers of tokens: see `stop_compiling`
-        # Otherwise some kernels are chosen by measuring them. As an option, it also applies to the backward pass, which
-        # is compiled in another thread.
-        options: Any = {"deterministic": True} if is_deterministic() else None
+        # As options, these also apply to the backward pass, which is compiled in another thread. Without the first, code
+        # is compiled again for small numbers of tokens; without the second, some kernels are chosen by measuring them.
+        options: Any = {"triton.mix_order_reduction_non_strict_mode": True}
+        if is_deterministic():
+            options["deterministic"] = True
         if bridged and not self.recompute:
             self.compiled_bridge = torch.compile(bridge, dynamic=True, options=options)
             return

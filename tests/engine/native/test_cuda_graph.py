@@ -104,7 +104,7 @@ def test_shared_prefixes_do_not_change_samples() -> None:
     asked = [Request(p, SamplingParams(n=128, max_new_tokens=12), seed=i) for i, p in enumerate(prompts)]
     engine = native(model, "cuda", torch.bfloat16, max_batch=256)
     together = flat(generate(engine, asked))
-    assert (256, True, 1, False) in engine.runner.graphs  # type: ignore[attr-defined]
+    assert any(key[:2] == (256, True) for key in engine.runner.graphs)  # type: ignore[attr-defined]
     engine.runner.min_shared_blocks = 1 << 20  # type: ignore[attr-defined]
     engine.update_weights(model, 1)
     alone = flat(generate(engine, asked))
