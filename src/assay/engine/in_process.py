@@ -126,13 +126,13 @@ class LocalEngine(Engine):
         self.boundary.post(lambda: self._release(handles))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, temperature, self.info)
         return self.boundary.call(lambda: self._score(sequences, temperature))
 
     def top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
     ) -> list[TokenScores]:
-        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, temperature, self.info)
         count = min(count, self.info.vocab_size)
         return self.boundary.call(lambda: self._top_logprobs(sequences, starts, count, temperature))
 
@@ -232,14 +232,7 @@ class LocalEngine(Engine):
             before = [] if request.continues is None else self._kept_tokens(request.continues)
             if before is None:
                 raise unknown_handle(request, request_id)
-            job = job_for(
-                request,
-                request_id,
-                before,
-                max_length=self.info.max_length,
-                vocabulary=self.info.vocab_size,
-                can_decode=self.outputs.stopping is not None,
-            )
+            job = job_for(request, request_id, before, self.info, can_decode=self.outputs.stopping is not None)
         except UserError as error:
             self.outputs.fail(request_id, str(error))
             return None

@@ -244,11 +244,11 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     # -- the interface
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, temperature, self.info)
         return self.ranks.from_leader(lambda: self.score_anywhere(sequences, temperature))
 
     def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        check_scored(sequences, 1.0, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, 1.0, self.info)
         return self.ranks.from_leader(lambda: self.score_everywhere(sequences))
 
     @torch.inference_mode(False)
@@ -351,8 +351,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         """Raises a `UserError` if the request is invalid."""
         if sent.request.continues is not None:
             raise unknown_handle(sent.request, sent.id)
-        limits = {"max_length": self.info.max_length, "vocabulary": self.info.vocab_size}
-        job = job_for(sent.request, sent.id, (), can_decode=self.options.decode is not None, **limits)
+        job = job_for(sent.request, sent.id, (), self.info, can_decode=self.options.decode is not None)
         job.tokens = [index(token) for token in job.tokens]  # JSON has no NumPy integers
         return job
 
