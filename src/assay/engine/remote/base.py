@@ -85,8 +85,7 @@ class Ranks:
         return set[str]().union(*self._gathered(list(values) if self.leads else []))
 
     def barrier(self) -> None:
-        if self.world is not None:
-            self.on_leaders(lambda: None)
+        self.on_leaders(lambda: None)
 
     def on_leaders(self, work: Callable[[], None]) -> None:
         """Call `work` on the first rank of every group. A `UserError` is raised on all ranks."""
