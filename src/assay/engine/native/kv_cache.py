@@ -82,25 +82,21 @@ class Blocks:
                 del self.evictable[block]
             self.ref_counts[block] += 1
 
-    def release(self, blocks: Sequence[int], *, unregister: bool = False) -> list[int]:
-        """Drop a reference to each block; returns the blocks that are now unused.
+    def release(self, blocks: Sequence[int], *, unregister: bool = False) -> None:
+        """Drop a reference to each block.
 
         `unregister`: remove them from the prefix index, because their contents are invalid.
         """
-        unused = []
         ref_counts, keys = self.ref_counts, self.keys
         for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
             left = ref_counts[block] = ref_counts[block] - 1
             assert left >= 0, "a block was released twice"
             if unregister:
                 self._unregister(block)
-            if left == 0:
-                unused.append(block)
-                if block in keys:
-                    self.evictable[block] = None
-                else:
-                    self.free.append(block)
-        return unused
+            if left == 0 and block in keys:
+                self.evictable[block] = None
+            elif left == 0:
+                self.free.append(block)
 
     def find_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Blocks of the longest cached prefix of these tokens, each with one more reference."""
