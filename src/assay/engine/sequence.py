@@ -6,7 +6,7 @@ Also the layout of the rows that the device holds for running samples, the valid
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -253,6 +253,18 @@ def check_scored(sequences: Sequence[Sequence[int]], temperature: float, info: E
             raise UserError(f"{where} {len(sequence)} tokens: it must have 1 to {info.max_length}")
         if min(sequence) < 0 or max(sequence) >= vocabulary:
             raise UserError(f"{where} token ids outside the vocabulary of {vocabulary}: wrong tokenizer?")
+
+
+def batches_of(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[slice]:
+    """Consecutive sequences with at most `budget` tokens together, or one sequence."""
+    first = tokens = 0
+    for index, sequence in enumerate(sequences):
+        if index > first and tokens + len(sequence) > budget:
+            yield slice(first, index)
+            first, tokens = index, 0
+        tokens += len(sequence)
+    if sequences:
+        yield slice(first, len(sequences))
 
 
 @dataclass(slots=True)
