@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
@@ -33,12 +32,6 @@ class StepBoundary:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.queue: deque[tuple[Callable[[], Any], Future | None]] = deque()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        with self.lock:
-            self.run_queued()
-            yield
 
     def run_queued(self) -> None:
         """Run all queued commands. The caller must hold the lock."""
@@ -101,7 +94,8 @@ class LocalEngine(Engine):
 
     @torch.inference_mode()
     def step(self, wait: bool = True) -> list[Event]:
-        with self.boundary.stepping():
+        with self.boundary.lock:
+            self.boundary.run_queued()
             try:
                 self._begin_step()
                 while self._admit():

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from assay.config import SGLangConfig
-from assay.engine.base import Capabilities
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable
 from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
@@ -129,7 +128,6 @@ class SGLangEngine(PausableEngine):
     length_fields, forbidden_bias = ("max_new_tokens", "min_new_tokens"), -1e9
     lowest_temperature = 1e-6  # SGLang samples greedily below
     settings_type, launcher = SGLangConfig, LaunchedSGLang
-    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start an SGLang server there"
 
     def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:

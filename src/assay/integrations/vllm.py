@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from assay.config import VLLMConfig
-from assay.engine.base import Capabilities, WeightSource
+from assay.engine.base import WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable
 from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
@@ -128,7 +128,6 @@ class VLLMEngine(PausableEngine):
     length_fields, forbidden_bias = ("max_tokens", "min_tokens"), -100.0
     lowest_temperature = 0.01  # vLLM raises lower ones to this
     settings_type, launcher = VLLMConfig, LaunchedVLLM
-    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start a vLLM server there"
 
     def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:

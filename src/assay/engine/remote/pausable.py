@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from assay.engine.base import Capabilities
 from assay.engine.completions import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable
@@ -50,6 +51,7 @@ class PausableEngine(RemoteEngine):
     lowest_temperature: ClassVar[float]  # above 0 that servers apply as it is
     forbidden_bias: ClassVar[float]  # added to the logits of forbidden tokens
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     pauses = True
     weights_dropped = False  # by a sleep
 
