@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ from assay.engine.base import (
 from assay.engine.in_process import StepBoundary
 from assay.engine.native.engine import NativeEngine
 from assay.engine.sequence import Kept
+from assay.system.spawn import handlers_restored
 
 NO_TIMEOUT = timedelta(days=3650)  # followers wait for an idle leader; heartbeats detect a dead one
 STEP = 1  # flag of a header: take a step after the commands
@@ -329,20 +329,10 @@ def signals_deferred() -> Iterator[None]:
     """Call Python's handlers of SIGINT and SIGTERM afterwards: an exception in the middle of an exchange or of a step
     would leave the other ranks waiting. Handlers run in the main thread; other threads are not affected.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[tuple[int, FrameType | None]] = []
-    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {kind: handler for kind, handler in handlers.items() if callable(handler)}
-    for kind in handlers:
-        signal.signal(kind, lambda number, frame: received.append((number, frame)))
-    try:
+    with handlers_restored((signal.SIGINT, signal.SIGTERM)) as handlers:
+        for kind in (kind for kind, handler in handlers.items() if callable(handler)):
+            signal.signal(kind, lambda number, frame: received.append((number, frame)))
         yield
-    finally:
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
     for number, frame in received:
-        handler = handlers[signal.Signals(number)]
-        assert callable(handler)
-        handler(number, frame)
+        handlers[number](number, frame)
