@@ -199,11 +199,15 @@ def llama3_scaling(divisors: Tensor, theta: float, rotary: int, path: Path) -> t
     if bool((divisors == 1.0).all()):
         return ()
     rule: dict[str, Any] = {"factor": float(divisors.max()), **LLAMA3_USUAL}
-    frequencies = 1.0 / theta ** (torch.arange(0, rotary, 2).float() / rotary)
-    expected = frequencies / llama3_frequencies(frequencies, **rule)
+    expected = llama3_divisors(theta, rotary, rule)
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
         raise UserError(f"'{path}' has unknown rotary frequencies: load the original Hugging Face folder")
     return (*((key, rule[key]) for key in sorted(LLAMA3_SCALING)), ("rope_type", "llama3"))
+
+
+def llama3_divisors(theta: float, rotary: int, rule: Mapping[str, Any]) -> Tensor:
+    frequencies = 1.0 / theta ** (torch.arange(0, rotary, 2).float() / rotary)
+    return frequencies / llama3_frequencies(frequencies, **rule)
 
 
 def is_tied(tensors: dict[str, ReaderTensor]) -> bool:
@@ -290,7 +294,9 @@ def save_gguf(model: PolicyModel, path: Path, kind: str, metadata: Mapping[str, 
     add_metadata(writer, spec, kind)
     for key, value in metadata.items():
         add_value(writer, key, value)
-    divisors = rope_divisors(spec)
+    scaling, divisors = dict(spec.rope_scaling), None
+    if scaling.get("rope_type") == "llama3":
+        divisors = llama3_divisors(spec.rope_theta, spec.rotated, {key: scaling[key] for key in LLAMA3_SCALING})
     shapes = weight_shapes(model)
     names = {weight: name for name, weight in hf_names(shapes, WRITTEN[spec.family], spec.layers).items()}
     if divisors is not None:
@@ -334,15 +340,6 @@ def add_metadata(writer: GGUFWriter, spec: ModelSpec, kind: str) -> None:
 def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
     add[type(value)](key, value)  # type: ignore[operator]
-
-
-def rope_divisors(spec: ModelSpec) -> Tensor | None:
-    """What Llama 3.x files store of the scaling: the divisor of each frequency."""
-    scaling = dict(spec.rope_scaling)
-    if scaling.get("rope_type") != "llama3":
-        return None
-    frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, spec.rotated, 2).float() / spec.rotated)
-    return frequencies / llama3_frequencies(frequencies, **{key: scaling[key] for key in LLAMA3_SCALING})
 
 
 def interleaved(spec: ModelSpec, name: str, tensor: Tensor) -> Tensor:
