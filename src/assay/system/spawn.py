@@ -168,10 +168,11 @@ def _restore_stop_signals() -> None:
 def handlers_restored(numbers: Sequence[signal.Signals]) -> Iterator[dict[int, Any]]:
     """Restore the handlers of these signals, which are yielded, when the block ends.
 
-    Only the main thread can change handlers: in other threads, none are yielded.
+    Only the main thread can change handlers: in other threads, none are yielded. Nor are those that are not Python's.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in numbers if in_main}
+    known = {number: signal.getsignal(number) for number in numbers if in_main}
+    handlers: dict[int, Any] = {number: handler for number, handler in known.items() if handler is not None}
     try:
         yield handlers
     finally:
