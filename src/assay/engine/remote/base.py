@@ -185,15 +185,20 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     def _prepare(self) -> None:
         """Called on the main rank after `_check_servers`: choose the transport of weights, for example."""
 
+    @property
+    def cluster(self) -> Any:
+        """The `RayServers` of a run on a cluster; None elsewhere."""
+        return None if self.launched is None else self.launched.cluster
+
     def folder_transport(self, dtype: torch.dtype) -> FolderTransport:
-        if self.launched is not None:
-            return self.launched.transport(dtype, self.size)
+        """A folder that all servers see, or that every node gets a copy of."""
+        if self.cluster is not None and not self.settings.folder:
+            return self.cluster.transport(dtype, self.size)
         return FolderTransport(self.settings.folder, dtype, self.size)
 
     def nccl_host(self) -> str:
         """The address of this host for servers that take part in collective operations."""
-        own = self.launched.cluster.node if self.launched is not None and self.launched.cluster else ""
-        return own or self.settings.nccl_host
+        return (self.cluster.node if self.cluster is not None else "") or self.settings.nccl_host
 
     @abstractmethod
     async def _sample(self, batch: SampleBatch) -> None:
