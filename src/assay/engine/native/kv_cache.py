@@ -191,7 +191,7 @@ def new_cache(
     try:
         if device.type == "cuda" and mapped:
             memory = MappedMemory(size, device)
-            return memory.tensor((size,), torch.uint8).view(dtype).view(shape), memory
+            return memory.tensor(size).view(dtype).view(shape), memory
         if device.type != "cpu":
             return torch.zeros(size, device=device, dtype=torch.uint8).view(dtype).view(shape), None
         return zeros_on_cpu(size).view(dtype).view(shape), None
@@ -271,10 +271,9 @@ class MappedMemory:
         call("cuMemRelease", self.handle)
         self.mapped = False
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The memory as a tensor, which must not outlive this object."""
-        whole = torch.as_tensor(self, device=torch.device("cuda", self.location.id))
-        return whole[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    def tensor(self, size: int) -> Tensor:
+        """The first bytes of the memory as a tensor, which must not outlive this object."""
+        return torch.as_tensor(self, device=torch.device("cuda", self.location.id))[:size]
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
