@@ -26,9 +26,7 @@ from assay.bench.workload import SHAPES
 from assay.engine import Engine, NativeEngine, Request, SamplingParams, generate, make_engine
 from assay.engine.native.tensor_parallel import (
     Link,
-    SharedCommand,
     TensorParallelLeader,
-    encode_request,
     follow,
     new_cpu_group,
 )
@@ -78,8 +76,7 @@ def main() -> None:
     engine, link = new_engine(), Link(new_engine(), cpu_group)
     params = SamplingParams(n=options.samples, max_new_tokens=options.new)
     requests = [Request(list(range(i, i + 64)), params, seed=i) for i in range(8)]
-    added = SharedCommand(lambda: None, "add", 0, encode_request(requests[0]))
-    one_request = [added.encoded] if link.leads else []
+    one_request = [("add", 0, requests[0])] if link.leads else []
     layer_output = torch.zeros(8 * options.samples, SHAPES[options.shape]().hidden)
     row: dict[str, object] = {
         "shape": options.shape,

@@ -139,7 +139,7 @@ def test_a_sample_does_not_depend_on_other_rows_or_on_skipped_work() -> None:
         is_greedy = bool(temperature[i] == 0)
         truncates = not is_greedy and bool(top_k[i] > 0 or top_p[i] < 1 or min_p[i] > 0)
         own = (column[i : i + 1] for column in columns)
-        alone = sample(*own, forbidden=own_forbidden, greedy=is_greedy, random=not is_greedy, truncate=truncates)
+        alone = sample(*own, forbidden=own_forbidden, modes=Modes(is_greedy, not is_greedy, truncates))
         assert alone.tokens[0] == together.tokens[i]
         for name in ("engine_logprobs", "sampling_logprobs", "kept_mass", "entropies"):
             assert torch.isclose(getattr(alone, name)[0], getattr(together, name)[i], atol=1e-6), name

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from assay.engine.base import Request, SamplingParams
+from assay.engine.base import Capabilities, EngineInfo, Request, SamplingParams
 from assay.engine.sequence import FORBIDDEN_SLOTS, STOP_SLOTS, Job, display_name, job_for
 from assay.types import UserError
 
@@ -14,9 +15,9 @@ def request(tokens: Sequence[int] = (1, 2, 3), name: str = "", **params: Any) ->
     return Request(tokens, SamplingParams(**params), seed=0, name=name)
 
 
-def job_of(submitted: Request, before: Sequence[int] = (), **changes: Any) -> Job:
-    options: dict[str, Any] = {"max_length": 100, "vocabulary": 200, "can_decode": False} | changes
-    return job_for(submitted, 4, before, **options)
+def job_of(submitted: Request, before: Sequence[int] = (), can_decode: bool = False, vocabulary: int = 200) -> Job:
+    info = EngineInfo(0, 100, 8, torch.float32, Capabilities(), vocab_size=vocabulary)
+    return job_for(submitted, 4, before, info, can_decode)
 
 
 def test_error_messages_use_the_request_name_or_id() -> None:

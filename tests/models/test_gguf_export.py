@@ -10,7 +10,7 @@ import torch
 
 from assay.models import Decoder, build_preset, load_model
 from assay.models.base import LoadOptions
-from assay.models.gguf_export import check_writable, greedy, save_gguf
+from assay.models.gguf import check_writable, greedy, save_gguf
 from assay.models.load import load_fallback
 from assay.types import UserError
 

@@ -39,7 +39,7 @@ def qwen2_split() -> Any:
 
 
 def written(path: Path, metadata: dict[str, Any]) -> Path:
-    from assay.models.gguf_export import add_value
+    from assay.models.gguf import add_value
 
     writer = gguf.GGUFWriter(path, "qwen2")
     for key, value in metadata.items():
@@ -99,7 +99,7 @@ def test_transformers_splits_text_alike_without_the_tokenizer_json(name: str, tm
 def test_llama_cpp_reads_text_and_weights_alike(tmp_path: Path) -> None:
     xllamacpp = pytest.importorskip("xllamacpp", reason="the package xllamacpp, a build of llama.cpp, is not installed")
     from assay.models import build_preset
-    from assay.models.gguf_export import greedy, save_gguf
+    from assay.models.gguf import greedy, save_gguf
 
     tokenizer, new = byte_level(qwen2_split()), 12
     model = build_preset("pico", tokenizer.vocab_size, 128, seed=3)

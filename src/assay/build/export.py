@@ -27,7 +27,7 @@ from assay.types import UserError, describe_error, hide_credentials, plural
 if TYPE_CHECKING:
     from assay.models import PolicyModel
     from assay.models.base import LoadReport
-    from assay.models.gguf_export import Greedy
+    from assay.models.gguf import Greedy
     from assay.text import Tokenizer
 
 CARD = "README.md"
@@ -120,7 +120,7 @@ def export_folder(options: Export, console: Console) -> dict[str, Any]:
 
 
 def export_gguf(options: Export, console: Console) -> dict[str, Any]:
-    from assay.models.gguf_export import check_writable, greedy, save_gguf
+    from assay.models.gguf import check_writable, greedy, save_gguf
     from assay.text.tokenizer import gguf_metadata
 
     kind = options.gguf or "f16"

@@ -116,10 +116,6 @@ class EngineClient(ABC):
         )
         return [tokens for future, tokens in pairs if tokens and future in wanted and not future.done()]
 
-    def from_leader(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which the rank of a group that `leads` calls for all."""
-        return work()
-
     def release(self, handles: Iterable[int | None]) -> None:
         """Free kept sequences that will not be continued."""
         return
@@ -462,7 +458,7 @@ class ServerEngine(BaseEngine):
         """Start tasks that serve these requests. Called in the thread of the event loop."""
 
     def from_leader(self, work: Callable[[], T]) -> T:
-        """See `EngineClient`."""
+        """The result of `work`, which the rank of a group that `leads` calls for all."""
         return work()
 
     def end_requests(self) -> None:
@@ -491,9 +487,6 @@ class ServerClient(EngineClient):
     @property
     def info(self) -> EngineInfo:
         return self.engine.info
-
-    def from_leader(self, work: Callable[[], T]) -> T:
-        return self.engine.from_leader(work)
 
     def submit(self, request: Request, receive: ReceiveChunk | None = None) -> list[asyncio.Future[Completion]]:
         sent = SentRequest(self, next(self._ids), request, receive)
@@ -692,4 +685,4 @@ def generate(
         with client.showing(counter), counter.watching(engine):
             return run_sync(serve(), client)
 
-    return client.from_leader(sample)
+    return engine.from_leader(sample) if isinstance(engine, ServerEngine) else sample()

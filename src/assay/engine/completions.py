@@ -48,7 +48,9 @@ class StopStrings:
             if self.word_end is None and self._find_word_end(unknown):
                 return self.suspects(tokens, stops)
             for token in unknown:
-                kinds[token] = TokenKind.MAY if self._may_complete(token, stops) else TokenKind.CANNOT
+                if token not in self.added:
+                    self.added[token] = added_by(token, self.decode, self.word_end)
+                kinds[token] = TokenKind.MAY if may_complete(self.added[token], stops) else TokenKind.CANNOT
             kind = kinds[tokens]
         return kind == TokenKind.MAY
 
@@ -58,11 +60,6 @@ class StopStrings:
         table = self.kinds[stops] = np.zeros(size, dtype=np.int8)
         table[: len(kinds)] = kinds
         return table
-
-    def _may_complete(self, token: int, stops: Sequence[str]) -> bool:
-        if token not in self.added:
-            self.added[token] = added_by(token, self.decode, self.word_end)
-        return may_complete(self.added[token], stops)
 
     def _find_word_end(self, tokens: Sequence[int]) -> bool:
         """Look for a token that ends words, such as "word</w>"; clear the caches if there is one.

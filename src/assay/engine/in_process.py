@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
@@ -33,12 +32,6 @@ class StepBoundary:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.queue: deque[tuple[Callable[[], Any], Future | None]] = deque()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        with self.lock:
-            self.run_queued()
-            yield
 
     def run_queued(self) -> None:
         """Run all queued commands. The caller must hold the lock."""
@@ -101,7 +94,8 @@ class LocalEngine(Engine):
 
     @torch.inference_mode()
     def step(self, wait: bool = True) -> list[Event]:
-        with self.boundary.stepping():
+        with self.boundary.lock:
+            self.boundary.run_queued()
             try:
                 self._begin_step()
                 while self._admit():
@@ -126,13 +120,13 @@ class LocalEngine(Engine):
         self.boundary.post(lambda: self._release(handles))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, temperature, self.info)
         return self.boundary.call(lambda: self._score(sequences, temperature))
 
     def top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
     ) -> list[TokenScores]:
-        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, temperature, self.info)
         count = min(count, self.info.vocab_size)
         return self.boundary.call(lambda: self._top_logprobs(sequences, starts, count, temperature))
 
@@ -232,14 +226,7 @@ class LocalEngine(Engine):
             before = [] if request.continues is None else self._kept_tokens(request.continues)
             if before is None:
                 raise unknown_handle(request, request_id)
-            job = job_for(
-                request,
-                request_id,
-                before,
-                max_length=self.info.max_length,
-                vocabulary=self.info.vocab_size,
-                can_decode=self.outputs.stopping is not None,
-            )
+            job = job_for(request, request_id, before, self.info, can_decode=self.outputs.stopping is not None)
         except UserError as error:
             self.outputs.fail(request_id, str(error))
             return None

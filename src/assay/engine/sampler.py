@@ -57,38 +57,36 @@ def sample(
     positions: Tensor,
     *,
     forbidden: Tensor | None = None,
-    greedy: bool = True,
-    random: bool = True,
-    truncate: bool = True,
+    modes: Modes = ALL_MODES,
 ) -> Sampled:
     """Sample from logits [B, V]. All other tensors are [B]: `keys` from `noise_keys`, `positions` in the completion.
 
-    `forbidden` [B, F] holds distinct tokens, -1 in unused entries. `greedy`, `random` and `truncate`: whether any row
-    may be greedy, may be random, or may be truncated by top-k, top-p or min-p. False saves work.
+    `forbidden` [B, F] holds distinct tokens, -1 in unused entries. `modes`: whether any row may be greedy, random, or
+    truncated by top-k, top-p or min-p. False saves work.
     """
     is_greedy = temperature == 0
-    scaled = scale(logits, torch.where(is_greedy, 1.0, temperature) if greedy else temperature)
+    scaled = scale(logits, torch.where(is_greedy, 1.0, temperature) if modes.greedy else temperature)
     removed = None
     if forbidden is not None:
         scaled = scaled.clone() if scaled is logits else scaled
         removed, removed_at = forbid(scaled, forbidden)
-    tokens = argmax(scaled) if greedy else None
+    tokens = argmax(scaled) if modes.greedy else None
     probs = torch.softmax(scaled, dim=-1)
     sums = block_sums(probs)
     total = kept_total = sums.sum(-1)
     if forbidden is not None:
         scaled[removed_at] = 0.0  # their probability is 0, and 0 * -inf would be NaN
     mean = dots(probs, scaled)
-    if truncate:
+    if modes.truncate:
         sums = truncate_rows(probs, sums, top_k, top_p, min_p, is_greedy)
         kept_total = sums.sum(-1)
-    if random:
+    if modes.random:
         drawn = invert_cdf(probs, sums, uniform(keys, positions))
         tokens = drawn if tokens is None else torch.where(is_greedy, tokens, drawn)
     assert tokens is not None, "rows are greedy or random"
     logit, prob = (table.gather(-1, tokens[:, None])[:, 0] for table in (scaled, probs))
     scores = scores_of(logit, prob, mean, total, kept_total, removed)
-    if greedy:
+    if modes.greedy:
         scores[1], scores[2] = torch.where(is_greedy, 0.0, scores[1]), torch.where(is_greedy, 1.0, scores[2])
     return Sampled(tokens, *(score.to(torch.promote_types(logits.dtype, torch.float32)) for score in scores))
 
@@ -327,9 +325,7 @@ def sample_rows(
         rows[:, Column.KEY],
         rows[:, Column.COUNT],
         forbidden=forbidden_now(rows, forbidden[:size]) if modes.forbids else None,
-        greedy=modes.greedy,
-        random=modes.random,
-        truncate=modes.truncate,
+        modes=modes,
     )
     running = rows[:, Column.STATE] == RowState.RUNNING
     tokens = torch.where(running, sampled.tokens, rows[:, Column.TOKEN])

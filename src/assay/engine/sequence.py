@@ -6,14 +6,14 @@ Also the layout of the rows that the device holds for running samples, the valid
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
-from assay.engine.base import Request
+from assay.engine.base import EngineInfo, Request
 from assay.types import UserError
 
 BLOCK_SIZE = 8  # tokens per block of the KV cache
@@ -204,17 +204,10 @@ def unknown_handle(request: Request, request_id: int) -> UserError:
     )
 
 
-def job_for(
-    request: Request,
-    request_id: int,
-    before: Sequence[int],
-    *,
-    max_length: int,
-    vocabulary: int,
-    can_decode: bool,
-) -> Job:
+def job_for(request: Request, request_id: int, before: Sequence[int], info: EngineInfo, can_decode: bool) -> Job:
     """Validate a request before anything is computed. `before`: tokens of the sequence that it continues."""
     name, params = display_name(request, request_id), request.params
+    max_length, vocabulary = info.max_length, info.vocab_size
     if problem := params.problem():
         raise UserError(f"{name}: {problem}")
     tokens = [*before, *request.prompt_ids]
@@ -250,17 +243,28 @@ def check_token_lists(request: Request, name: str, vocabulary: int) -> None:
         raise UserError(f"{name}: every token of the vocabulary is forbidden: no token could be sampled")
 
 
-def check_scored(sequences: Sequence[Sequence[int]], temperature: float, max_length: int, vocabulary: int) -> None:
+def check_scored(sequences: Sequence[Sequence[int]], temperature: float, info: EngineInfo) -> None:
     """Check the arguments of `Engine.score`."""
     if not temperature > 0:
         raise UserError(f"score: the temperature must be above 0, not {temperature}")
     for index, sequence in enumerate(sequences):
-        if not 0 < len(sequence) <= max_length:
-            raise UserError(f"score: sequence {index} has {len(sequence)} tokens: it must have 1 to {max_length}")
+        where, vocabulary = f"score: sequence {index} has", info.vocab_size
+        if not 0 < len(sequence) <= info.max_length:
+            raise UserError(f"{where} {len(sequence)} tokens: it must have 1 to {info.max_length}")
         if min(sequence) < 0 or max(sequence) >= vocabulary:
-            raise UserError(
-                f"score: sequence {index} has token ids outside the vocabulary of {vocabulary}: wrong tokenizer?"
-            )
+            raise UserError(f"{where} token ids outside the vocabulary of {vocabulary}: wrong tokenizer?")
+
+
+def batches_of(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[slice]:
+    """Consecutive sequences with at most `budget` tokens together, or one sequence."""
+    first = tokens = 0
+    for index, sequence in enumerate(sequences):
+        if index > first and tokens + len(sequence) > budget:
+            yield slice(first, index)
+            first, tokens = index, 0
+        tokens += len(sequence)
+    if sequences:
+        yield slice(first, len(sequences))
 
 
 @dataclass(slots=True)

@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from assay.config import SGLangConfig
-from assay.engine.base import Capabilities
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable
-from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
 from assay.engine.remote.transport import IpcTransport, NcclTransport, Transport
 from assay.engine.sequence import Job
@@ -70,7 +69,7 @@ class LaunchedSGLang(LaunchedServers):
     kind, section = "SGLang", "sglang"
 
     def _check(self, model: PolicyModel) -> None:
-        self.python = interpreter(self.settings, self.section, self.kind)
+        self.python = self._interpreter()
         if "--config" in self.settings.args:
             raise UserError(
                 "sglang.args has --config, and assay starts servers with one: list its settings in sglang.args"
@@ -119,7 +118,7 @@ class LaunchedSGLang(LaunchedServers):
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the margin
             "HF_HUB_OFFLINE": "1",
         }
-        return environment | visible_devices(self.settings, torch.device(self.options.device), index)
+        return environment | self._visible_devices(index)
 
 
 class SGLangEngine(PausableEngine):
@@ -129,7 +128,6 @@ class SGLangEngine(PausableEngine):
     length_fields, forbidden_bias = ("max_new_tokens", "min_new_tokens"), -1e9
     lowest_temperature = 1e-6  # SGLang samples greedily below
     settings_type, launcher = SGLangConfig, LaunchedSGLang
-    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start an SGLang server there"
 
     def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:
@@ -174,11 +172,9 @@ class SGLangEngine(PausableEngine):
         body = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "token_ids_logprob": [NO_TOKEN]}
         try:
             self.call(server, "POST", GENERATE, body, timeout_s=120)
-        except ServerUnreachable:
-            raise
         except ServerError as error:
             size = re.search(r"\[0, (\d+)\)", str(error))
-            if size is None:
+            if size is None or isinstance(error, ServerUnreachable):
                 raise
             if int(size[1]) != self.info.vocab_size:
                 raise UserError(

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from assay.config import VLLMConfig
-from assay.engine.base import Capabilities, WeightSource
+from assay.engine.base import WeightSource
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable
-from assay.engine.remote.launch import LaunchedServers, interpreter, plain_environment, visible_devices
+from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
 from assay.engine.remote.scoring import prompt_body, prompt_scores
 from assay.engine.remote.server_side import KEY
@@ -65,7 +65,7 @@ class LaunchedVLLM(LaunchedServers):
     kind, section = "vLLM", "vllm"
 
     def _check(self, model: PolicyModel) -> None:
-        self.python = interpreter(self.settings, self.section, self.kind)
+        self.python = self._interpreter()
         stage(self.folder / "packages")
 
     def _command(self, index: int, port: int, max_length: int) -> list[str]:
@@ -113,7 +113,7 @@ class LaunchedVLLM(LaunchedServers):
             "PYTHONPATH": packages,
             KEY: self.key,
         }
-        environment |= visible_devices(self.settings, device, index)
+        environment |= self._visible_devices(index)
         if device.type == "cpu" and not self.settings.devices:
             if not self.elsewhere:  # engine nodes may have other cores
                 cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -128,7 +128,6 @@ class VLLMEngine(PausableEngine):
     length_fields, forbidden_bias = ("max_tokens", "min_tokens"), -100.0
     lowest_temperature = 0.01  # vLLM raises lower ones to this
     settings_type, launcher = VLLMConfig, LaunchedVLLM
-    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     start_advice = "start a vLLM server there"
 
     def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:
@@ -187,10 +186,8 @@ class VLLMEngine(PausableEngine):
         body = {"model": self.served[server.url].name, "prompt": [self.info.vocab_size - 1], "max_tokens": 1}
         try:
             self.call(server, "POST", COMPLETIONS, body, timeout_s=120)
-        except ServerUnreachable:
-            raise
         except ServerError as error:
-            if "vocabulary" not in str(error):
+            if isinstance(error, ServerUnreachable) or "vocabulary" not in str(error):
                 raise
             raise UserError(
                 f"the vLLM server {server.url} serves another model: its vocabulary is smaller than the policy's "

@@ -235,17 +235,6 @@ def seen_within(positions: Tensor, window: int) -> Tensor:
     return (distances >= 0) & (distances < window)
 
 
-def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether flash attention over sequences of different lengths is available."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_flash(device)
-
-
-@cache
-def _has_flash(device: torch.device) -> bool:
-    """Some builds of torch lack it, and GPUs before compute capability 8.0 do not support it."""
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def kernels_for(q: Tensor) -> ModuleType | None:
     """The module of Triton kernels, if they can compute attention with these queries."""
     if q.dtype not in (torch.bfloat16, torch.float16) or not uses_triton(q.device) or not _has_tensor_cores(q.device):
@@ -266,28 +255,6 @@ def has_fast_cudnn(device: torch.device, head_dim: int) -> bool:
     """Whether cuDNN's attention is available and known to be faster than flash attention."""
     fast = torch.cuda.get_device_capability(device)[0] in (9, 10) and head_dim <= 128 and head_dim % 8 == 0
     return fast and torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
-
-
-def varlen_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest: tuple[int, int],
-    window: int = 0,
-    scale: float | None = None,
-) -> Tensor:
-    """Causal attention, aligned at the ends of the sequences. No gradients.
-
-    q [N, H, d], keys and values [M, K, d]; `query_starts`, `key_starts`: bounds of the sequences (int32); `longest`:
-    largest number of queries and of keys of a sequence.
-    """
-    # Torch's operator takes the number of earlier tokens, without the token itself.
-    limits = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-    forward = torch.ops.aten._flash_attention_forward
-    bounds = query_starts, key_starts, *longest
-    return forward(q, keys, values, *bounds, 0.0, True, False, scale=scale, **limits)[0]
 
 
 class _PackedAttention(torch.autograd.Function):

@@ -179,8 +179,9 @@ class HFModel(PolicyModel):
         """Logits [N, vocabulary]: sequences are right-padded, which causal attention ignores, and packed again."""
         layout = Padded(lengths, ids.device)
         shape = (layout.batch, layout.longest)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs = {key: scatter(values, layout).view(shape) for key, values in inputs.items()}
+        zeros = ids.new_zeros(layout.batch * layout.longest)
+        packed = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = {key: zeros.index_copy(0, layout.slots, values).view(shape) for key, values in packed.items()}
         if self.takes_positions:
             inputs["position_ids"] = torch.arange(layout.longest, device=ids.device).expand(shape)
         output = self.hf(**inputs, use_cache=False)
@@ -192,7 +193,3 @@ class HFModel(PolicyModel):
     @property
     def network(self) -> nn.Module:
         return self.hf
-
-
-def scatter(values: Tensor, layout: Padded) -> Tensor:
-    return values.new_zeros(layout.batch * layout.longest).index_copy(0, layout.slots, values)

@@ -95,10 +95,7 @@ FAMILIES = {  # by `model_type`
     "glm4": Family(
         "Glm4ForCausalLM",
         BlockDesign(
-            norms=(
-                *("input_layernorm", "post_self_attn_layernorm"),
-                *("post_attention_layernorm", "post_mlp_layernorm"),
-            ),
+            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
             fused_gate_up=True,
             interleaved_rope=True,
         ),

@@ -194,8 +194,7 @@ class RequestParser:
         generation = self._generation(fields, self._prompts(inputs), limit, "prompt", logprobs=logprobs is not None)
         generation.echoed = inputs if echo else ()
         # Without a prompt to score, 1 is what clients send for the sampled tokens alone.
-        generation = with_alternatives(generation, logprobs if logprobs and (echo or logprobs > 1) else 0, "logprobs")
-        return self._checked_scoring(generation)
+        return self._with_scores(generation, logprobs if logprobs and (echo or logprobs > 1) else 0, "logprobs")
 
     def chat_completion(self, tree: Mapping[str, Any]) -> CompletionRequest:
         fields = Fields(tree)
@@ -212,10 +211,14 @@ class RequestParser:
         count = fields.integer("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
         if count and not logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs")
-        return self._checked_scoring(with_alternatives(generation, count, "top_logprobs"))
+        return self._with_scores(generation, count, "top_logprobs")
 
-    def _checked_scoring(self, generation: CompletionRequest) -> CompletionRequest:
-        """A request whose prompts are echoed or scored."""
+    def _with_scores(self, generation: CompletionRequest, alternatives: int, param: str) -> CompletionRequest:
+        """A request with this number of alternatives to each token, if its tokens and prompts can be scored."""
+        if alternatives and generation.stream:
+            message = f"probabilities of other tokens ('{param}') are not supported in a stream: remove one of them"
+            raise ApiError(400, message, param, "unsupported_parameter")
+        generation.top_logprobs = alternatives
         if generation.stream and (generation.echo or generation.scores_prompts):
             name = "echo" if generation.echo else "prompt_logprobs"
             raise ApiError(
@@ -329,14 +332,6 @@ def check_model(fields: Fields, served: str) -> None:
 
 def prompts_scored(tree: Mapping[str, Any]) -> bool:
     return tree.get("prompt_logprobs") is not None
-
-
-def with_alternatives(generation: CompletionRequest, count: int, param: str) -> CompletionRequest:
-    if count and generation.stream:
-        message = f"probabilities of other tokens ('{param}') are not supported in a stream: remove one of them"
-        raise ApiError(400, message, param, "unsupported_parameter")
-    generation.top_logprobs = count
-    return generation
 
 
 def parse_stops(value: Any) -> tuple[str, ...]:

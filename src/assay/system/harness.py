@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import getitem
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -197,13 +198,7 @@ class ProgramServer:
         if request["kind"] == "call":
             named = {name: decoder.decode(value) for name, value in request["named"].items()}
             return self._value(target(*arguments, **named), arguments)
-        if request["kind"] == "attribute":
-            return self._value(getattr(target, *arguments))
-        if request["kind"] == "item":
-            return self._value(target[arguments[0]])
-        if request["kind"] == "elements":
-            return self._value(_elements(target))
-        return self._value({"length": len, "truth": bool}[request["kind"]](target))
+        return self._value(QUESTIONS[request["kind"]](target, *arguments))
 
     def _value(self, value: Any, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Encode a result, and the arguments, which a function may have changed."""
@@ -235,6 +230,10 @@ def _elements(target: Any) -> list[Any]:
         if len(elements) > MAX_ITERATIONS:
             raise TooLarge(f"it has more than {MAX_ITERATIONS:,} elements")
     return elements
+
+
+QUESTIONS: dict[str, Callable[..., Any]]  # about an object of the program, by their kinds
+QUESTIONS = {"attribute": getattr, "item": getitem, "elements": _elements, "length": len, "truth": bool}
 
 
 class ProgramLost(BaseException):

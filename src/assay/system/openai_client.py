@@ -101,7 +101,10 @@ class Endpoint:
         self.timeout_s = settings.timeout_s
         self.usage = Usage()
         self._key = key_of(settings.api_key_env, section)
-        self._client = self._new_client()
+        try:
+            self._client = new_client(self.url, self._key)
+        except ImportError:
+            raise missing_extra(f"{section}.url", "openai") from None
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._resume_at = 0.0  # no request is sent before: the endpoint asked for a pause
         self._refusal: EndpointError | None = None
@@ -246,12 +249,6 @@ class Endpoint:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
-
-    def _new_client(self) -> Any:
-        try:
-            return new_client(self.url, self._key)
-        except ImportError:
-            raise missing_extra(f"{self.section}.url", "openai") from None
 
 
 def new_client(url: str, api_key: str, proxies: bool = True) -> Any:

@@ -29,8 +29,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -162,6 +162,22 @@ def ignore_stop_signals() -> None:
 def _restore_stop_signals() -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+
+
+@contextmanager
+def handlers_restored(numbers: Sequence[signal.Signals]) -> Iterator[dict[int, Any]]:
+    """Restore the handlers of these signals, which are yielded, when the block ends.
+
+    Only the main thread can change handlers: in other threads, none are yielded. Nor are those that are not Python's.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    known = {number: signal.getsignal(number) for number in numbers if in_main}
+    handlers: dict[int, Any] = {number: handler for number, handler in known.items() if handler is not None}
+    try:
+        yield handlers
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def fork_under_supervisor(namespaces: bool, network: bool) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.engine.base import Request, SamplingParams
+from assay.engine.base import Capabilities, EngineInfo, Request, SamplingParams
 from assay.engine.native.kv_cache import Blocks
 from assay.engine.native.scheduler import Chunk, Plan, Scheduler
 from assay.engine.sequence import BLOCK_SIZE, Job, Kept, Prefix, Sample, job_for
@@ -258,7 +259,8 @@ class Driver:
         kept = self.scheduler.kept.pop(self.handles.pop(item.continues)) if item.continues else None
         before = kept.tokens if kept else []
         room = self.blocks.total * self.blocks.size
-        job = job_for(item.request, index, before, max_length=room + 1, vocabulary=99, can_decode=False)
+        info = EngineInfo(0, room + 1, 8, torch.float32, Capabilities(), vocab_size=99)
+        job = job_for(item.request, index, before, info, can_decode=False)
         assert job.tokens == item.tokens
         self.scheduler.add(job.tokens, [Sample(job, i) for i in range(item.request.params.n)], kept)
 
@@ -770,7 +772,9 @@ def test_blocks_of_a_broken_sequence_leave_the_prefix_cache_while_shared() -> No
     broken, other = add(scheduler, job(0, 40), 2)
     go_on(scheduler, 1)
     own = broken.blocks[2:]
-    assert scheduler.blocks.release(broken.blocks, unregister=True) == own
+    held = scheduler.blocks.in_use
+    scheduler.blocks.release(broken.blocks, unregister=True)
+    assert scheduler.blocks.in_use == held - len(own)
     broken.blocks = []
     assert scheduler.release([broken]) == [(1, 0)]
     assert scheduler.blocks.in_use == len(other.blocks) == 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.engine.native.scheduler import Chunk
-from assay.models.attention import varlen_attention
 from assay.models.fp8 import as_bytes
 
 # (queries [A, B, N, d], keys [A, C, S, d], values [A, C, S, d]) -> [A, B, N, d], where B is C or a multiple of it
@@ -177,8 +176,19 @@ def attend_without_unseen(attend: Attend, queries: Tensor, keys: Tensor, values:
     return out.masked_fill((broken <= last)[..., None], math.nan)
 
 
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether flash attention over sequences of different lengths is available."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_flash(device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Some builds of torch lack it, and GPUs before compute capability 8.0 do not support it."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 class VarlenAttention:
-    """Concatenated queries of several chunks, each over all earlier tokens of its own sequence."""
+    """Concatenated queries of several chunks, each over all earlier tokens of its own sequence, by flash attention."""
 
     def __init__(self, chunks: Sequence[Chunk], block_size: int, upload: Callable[[np.ndarray], Tensor]) -> None:
         queries = [0, *np.cumsum([chunk.stop - chunk.start for chunk in chunks])]
@@ -186,12 +196,18 @@ class VarlenAttention:
         self.most = max(chunk.stop - chunk.start for chunk in chunks), max(chunk.stop for chunk in chunks)
         slots = np.concatenate([slots_of(chunk, 0, chunk.stop, block_size) for chunk in chunks])
         host = [np.array(queries, dtype=np.int32), np.array(keys, dtype=np.int32), slots]
-        self.queries, self.keys, self.slots = (upload(values) for values in host)
+        self.queries, self.keys, self.slots = (
+            upload(values) for values in host
+        )  # bounds of sequences, and slots of keys
 
     def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
         tokens = as_bytes(kv).view(2, kv.shape[1], -1, kv.shape[-1]).index_select(2, self.slots)
         keys, values = tokens.view(kv.dtype).to(q.dtype).transpose(1, 2)
-        return varlen_attention(q, keys, values, self.queries, self.keys, self.most, window, scale)
+        # Torch's operator takes the number of earlier tokens, without the token itself.
+        limits = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+        forward = torch.ops.aten._flash_attention_forward
+        bounds = self.queries, self.keys, *self.most
+        return forward(q, keys, values, *bounds, 0.0, True, False, scale=scale, **limits)[0]
 
 
 def slots_of(chunk: Chunk, start: int, stop: int, block_size: int) -> np.ndarray:

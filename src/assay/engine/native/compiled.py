@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assay.engine.native.network import FusedDecoder, TokenPositions
+from assay.engine.native.network import FusedDecoder, QKNorms, TokenPositions
 from assay.engine.native.runner import Runner
 from assay.engine.sampler import BLOCK, GOLDEN, LOG_STEPS, MULTIPLIERS, Rows
 from assay.engine.sequence import BLOCK_SIZE, WIDTH, Column, RowState
@@ -99,15 +99,13 @@ class CompiledOperations:
         self.library.gated(gate_up.data_ptr(), rows, size // 2, gelu, out.data_ptr())
         return out
 
-    def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
-    ) -> Tensor:
+    def rotate_and_store(self, qkv: Tensor, at: TokenPositions, norms: QKNorms, kv: Tensor, table: int) -> Tensor:
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         rows, design = qkv.shape[0], self.spec.design
         self.library.rope_store(
             *(qkv.data_ptr(), rows, heads, kv_heads, size, self.spec.rotated, design.interleaved_rope),
             *(at.positions.data_ptr(), at.slots.data_ptr(), self.rotations[table].data_ptr()),
-            *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
+            *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
             *(self.spec.norm_eps, design.norm_offset, kv.data_ptr(), kv.shape[2] * kv.shape[3]),
         )
         return qkv.view(rows, -1, size)[:, :heads]
@@ -144,8 +142,9 @@ class SmallModel:
         spec = network.spec
         layers = [
             (
-                *(layer.norms[0], layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias),
-                *(layer.norms[2], layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias),
+                *(layer.norms[0], layer.qkv, layer.qkv_bias, *(layer.qk_norms or (None, None))),
+                *(layer.out, layer.out_bias, layer.norms[2]),
+                *(layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias),
             )
             for layer in network.layers
         ]

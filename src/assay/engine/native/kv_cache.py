@@ -82,25 +82,21 @@ class Blocks:
                 del self.evictable[block]
             self.ref_counts[block] += 1
 
-    def release(self, blocks: Sequence[int], *, unregister: bool = False) -> list[int]:
-        """Drop a reference to each block; returns the blocks that are now unused.
+    def release(self, blocks: Sequence[int], *, unregister: bool = False) -> None:
+        """Drop a reference to each block.
 
         `unregister`: remove them from the prefix index, because their contents are invalid.
         """
-        unused = []
         ref_counts, keys = self.ref_counts, self.keys
         for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
             left = ref_counts[block] = ref_counts[block] - 1
             assert left >= 0, "a block was released twice"
             if unregister:
                 self._unregister(block)
-            if left == 0:
-                unused.append(block)
-                if block in keys:
-                    self.evictable[block] = None
-                else:
-                    self.free.append(block)
-        return unused
+            if left == 0 and block in keys:
+                self.evictable[block] = None
+            elif left == 0:
+                self.free.append(block)
 
     def find_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Blocks of the longest cached prefix of these tokens, each with one more reference."""
@@ -195,7 +191,7 @@ def new_cache(
     try:
         if device.type == "cuda" and mapped:
             memory = MappedMemory(size, device)
-            return memory.tensor((size,), torch.uint8).view(dtype).view(shape), memory
+            return memory.tensor(size).view(dtype).view(shape), memory
         if device.type != "cpu":
             return torch.zeros(size, device=device, dtype=torch.uint8).view(dtype).view(shape), None
         return zeros_on_cpu(size).view(dtype).view(shape), None
@@ -275,10 +271,9 @@ class MappedMemory:
         call("cuMemRelease", self.handle)
         self.mapped = False
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The memory as a tensor, which must not outlive this object."""
-        whole = torch.as_tensor(self, device=torch.device("cuda", self.location.id))
-        return whole[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    def tensor(self, size: int) -> Tensor:
+        """The first bytes of the memory as a tensor, which must not outlive this object."""
+        return torch.as_tensor(self, device=torch.device("cuda", self.location.id))[:size]
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

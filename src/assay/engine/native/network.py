@@ -30,6 +30,7 @@ from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
 Matrix = Tensor | Fp8Matrix
+QKNorms = tuple[Tensor, Tensor] | None  # weights of the norms of queries and of keys
 SMALL_MATRIX = 2**18  # elements that fit into the cache of one core
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d], window, scale) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor, int, float | None], Tensor]
@@ -60,9 +61,7 @@ class Operations(Protocol):
     def token_positions(self, positions: Tensor, slots: Tensor) -> TokenPositions: ...
     def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def activate(self, gate_up: Tensor) -> Tensor: ...
-    def rotate_and_store(
-        self, qkv: Tensor, at: TokenPositions, q_norm: Tensor | None, k_norm: Tensor | None, kv: Tensor, table: int = 0
-    ) -> Tensor:
+    def rotate_and_store(self, qkv: Tensor, at: TokenPositions, norms: QKNorms, kv: Tensor, table: int) -> Tensor:
         """Rotated queries [N, H, d]; keys and values are stored in a layer's cache [2, K, blocks, block size, d].
 
         `table`: of the model's rotary tables (`decoder.rope_tables`), the one of this layer.
@@ -77,13 +76,7 @@ class Fp8Operations(Operations, Protocol):
 
     def quantized_activation(self, gate_up: Scaled) -> Quantized: ...
     def rotate_and_store(
-        self,
-        qkv: Tensor | Scaled,
-        at: TokenPositions,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        kv: Tensor,
-        table: int = 0,
+        self, qkv: Tensor | Scaled, at: TokenPositions, norms: QKNorms, kv: Tensor, table: int
     ) -> Tensor: ...
 
 
@@ -115,20 +108,14 @@ class TorchOperations:
         return quantize(self.activate(gate_up.tensor()))
 
     def rotate_and_store(
-        self,
-        qkv: Tensor | Scaled,
-        at: TokenPositions,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        kv: Tensor,
-        table: int = 0,
+        self, qkv: Tensor | Scaled, at: TokenPositions, norms: QKNorms, kv: Tensor, table: int
     ) -> Tensor:
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         qkv = qkv.tensor() if isinstance(qkv, Scaled) else qkv
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         rotated = qkv[:, : heads + kv_heads]
-        if q_norm is not None and k_norm is not None:
-            scales = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
+        if norms is not None:
+            scales = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, (heads, kv_heads), strict=True)])
             if offset := self.spec.design.norm_offset:
                 wide = torch.promote_types(qkv.dtype, torch.float32)
                 normed = F.rms_norm(rotated.to(wide), (size,), None, self.spec.norm_eps)
@@ -178,17 +165,11 @@ class TritonOperations:
         return self.kernels.quantized_activation(gate_up, self.spec.design.activation)
 
     def rotate_and_store(
-        self,
-        qkv: Tensor | Scaled,
-        at: TokenPositions,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        kv: Tensor,
-        table: int = 0,
+        self, qkv: Tensor | Scaled, at: TokenPositions, norms: QKNorms, kv: Tensor, table: int
     ) -> Tensor:
         design = self.spec.design
         return self.kernels.rope_store(
-            *(qkv, at.positions, at.slots, self.rotations[table], q_norm, k_norm, self.spec.norm_eps, kv),
+            *(qkv, at.positions, at.slots, self.rotations[table], *(norms or (None, None)), self.spec.norm_eps, kv),
             offset=design.norm_offset,
             interleaved=design.interleaved_rope,
         )
@@ -229,16 +210,16 @@ class FusedLayer:
         self.down_bias = new(spec.hidden) if spec.mlp_bias else None
         self.norms = [new(spec.hidden) if name else None for name in spec.design.norms]
         widths = (queries, keys) if spec.design.qk_norm_over_heads else (spec.head_dim, spec.head_dim)
-        self.q_norm = new(widths[0]) if spec.qk_norm else None
-        self.k_norm = new(widths[1]) if spec.qk_norm else None
+        self.qk_norms: QKNorms = (new(widths[0]), new(widths[1])) if spec.qk_norm else None
 
     def canonical(self) -> dict[str, Matrix]:
         """Views of the weights under their Hugging Face names."""
         design, prefix = self.spec.design, f"model.layers.{self.index}."
+        q_norm, k_norm = self.qk_norms or (None, None)
         names: dict[str, Matrix | None] = {
             **{f"{name}.weight": norm for name, norm in zip(design.norms, self.norms, strict=True)},
-            "self_attn.q_norm.weight": self.q_norm,
-            "self_attn.k_norm.weight": self.k_norm,
+            "self_attn.q_norm.weight": q_norm,
+            "self_attn.k_norm.weight": k_norm,
             "self_attn.o_proj.weight": self.out,
             "self_attn.o_proj.bias": self.out_bias,
             "mlp.down_proj.weight": self.down,
@@ -269,12 +250,12 @@ class FusedLayer:
         return self.rotated(F.linear(self.normed(stream.x, 0, ops), self.qkv, self.qkv_bias), at, ops, kv)
 
     def rotated(self, qkv: Tensor, at: TokenPositions, ops: Operations, kv: Tensor) -> Tensor:
-        if not self.spec.design.qk_norm_over_heads:
-            return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv, self.rope_table)
-        for part, weight in zip(qkv.split(self.sizes, dim=1), (self.q_norm, self.k_norm), strict=False):
-            if weight is not None:
+        norms = self.qk_norms
+        if self.spec.design.qk_norm_over_heads:
+            for part, weight in zip(qkv.split(self.sizes, dim=1), norms or (), strict=False):
                 part.copy_(ops.norm(part.contiguous(), weight))
-        return ops.rotate_and_store(qkv, at, None, None, kv, self.rope_table)
+            norms = None
+        return ops.rotate_and_store(qkv, at, norms, kv, self.rope_table)
 
     def normed(self, x: Tensor, place: int, ops: Operations) -> Tensor:
         """`x` after the norm at one of the four places of `BlockDesign.norms`, if there is one."""
@@ -314,7 +295,7 @@ class Fp8Layer(FusedLayer):
         qkv = self.qkv.product(self.quantized(stream, 0, ops), self.qkv_bias)
         if self.spec.design.qk_norm_over_heads:
             return self.rotated(qkv.tensor(), at, ops, kv)
-        return ops.rotate_and_store(qkv, at, self.q_norm, self.k_norm, kv, self.rope_table)
+        return ops.rotate_and_store(qkv, at, self.qk_norms, kv, self.rope_table)
 
     def quantized(self, stream: Stream, place: int, ops: Fp8Operations) -> Quantized:
         added, stream.added = stream.added, None

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from assay.engine.base import TokenScores, gc_paused
-from assay.engine.native.attention import ChunkAttention, RowAttention, VarlenAttention, slots_of
+from assay.engine.native.attention import ChunkAttention, RowAttention, VarlenAttention, has_varlen, slots_of
 from assay.engine.native.kv_cache import new_cache
 from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sampler import Rows, joined_scores, target_logprobs, token_scores
-from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample
-from assay.models.attention import has_varlen
+from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample, batches_of
 from assay.models.fp8 import as_bytes
 
 WINDOW = 3  # steps between two reads of results; blocks are allocated for all of them at once
@@ -139,18 +138,6 @@ class Runner:
         places = self.network.ops.token_positions(positions, slots)
         hidden = self.network.forward(rows.column(Column.TOKEN, size), places, self.kv, attend)
         rows.draw(self.network.unembed(hidden))
-
-
-def batches_of(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[slice]:
-    """Consecutive sequences with at most `budget` tokens together, or one sequence."""
-    first = tokens = 0
-    for index, sequence in enumerate(sequences):
-        if index > first and tokens + len(sequence) > budget:
-            yield slice(first, index)
-            first, tokens = index, 0
-        tokens += len(sequence)
-    if sequences:
-        yield slice(first, len(sequences))
 
 
 def sizes_up_to(rows: int) -> list[int]:

@@ -8,20 +8,19 @@ engine interface, and the other ranks run `follow` until the leader is closed. A
 broadcasts one list of commands (requests, aborts, weight updates, ...), which all ranks apply before they take the same
 step.
 
-A broadcast is a header of three integers, followed by a payload (JSON) if there are commands. An idle leader sends
+A broadcast is a header of three integers, followed by the commands (pickled) if there are any. An idle leader sends
 nothing. If a step raises an exception on the leader, requests are dropped on all ranks. If a follower fails alone, its
 `follow` raises, and the group can no longer be used.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -40,16 +39,17 @@ from assay.engine.base import (
     EngineLoad,
     Event,
     Request,
-    SamplingParams,
     TokenScores,
     WeightSource,
 )
 from assay.engine.in_process import StepBoundary
 from assay.engine.native.engine import NativeEngine
 from assay.engine.sequence import Kept
+from assay.system.spawn import handlers_restored
 
 NO_TIMEOUT = timedelta(days=3650)  # followers wait for an idle leader; heartbeats detect a dead one
 STEP = 1  # flag of a header: take a step after the commands
+Command = tuple[Any, ...]  # its name, and its arguments
 
 
 def new_cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -66,9 +66,11 @@ class Link:
         engine.lockstep.compares_requests = False
         self.engine, self.group, self.leads = engine, group, group.rank() == 0
 
-    def exchange(self, flags: int = 0, failures: int = 0, commands: Sequence[str] = ()) -> tuple[int, int, list[Any]]:
-        """The leader sends its arguments, all other ranks receive them. Commands are JSON, and returned as objects."""
-        payload = f"[{','.join(commands)}]".encode() if commands else b""
+    def exchange(
+        self, flags: int = 0, failures: int = 0, commands: Sequence[Command] = ()
+    ) -> tuple[int, int, Sequence[Command]]:
+        """The leader sends its arguments, all other ranks receive them."""
+        payload = pickle.dumps(commands) if commands else b""
         header = torch.tensor([flags, failures, len(payload)])
         dist.broadcast(header, group=self.group, group_src=0)
         flags, failures, size = header.tolist()
@@ -76,7 +78,7 @@ class Link:
             return flags, failures, []
         data = np.frombuffer(payload, dtype=np.uint8).copy() if self.leads else np.empty(size, dtype=np.uint8)
         dist.broadcast(torch.from_numpy(data), group=self.group, group_src=0)
-        return flags, failures, [] if self.leads else json.loads(data.tobytes())
+        return flags, failures, [] if self.leads else pickle.loads(data.tobytes())
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The leader's tensor, on every rank, through the group of the network's own collectives."""
@@ -97,13 +99,12 @@ class SentWeights:
             try:
                 name, weight = next(weights)
             except StopIteration:
-                self.link.exchange(commands=[json.dumps(["end"])])
+                self.link.exchange(commands=[("end",)])
                 return
             except BaseException as error:
-                self.link.exchange(commands=[json.dumps(["error", str(error)])])
+                self.link.exchange(commands=[("error", str(error))])
                 raise
-            layout = ["weight", name, list(weight.shape), str(weight.dtype).removeprefix("torch.")]
-            self.link.exchange(commands=[json.dumps(layout)])
+            self.link.exchange(commands=[("weight", name, weight.shape, weight.dtype)])
             yield name, self.link.tensor(weight)
 
 
@@ -121,15 +122,14 @@ class ReceivedWeights:
             if kind == "error":
                 raise RuntimeError(f"the leader's weight source failed: {values[0]}")
             name, shape, dtype = values
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=self.link.engine.device)
-            yield name, self.link.tensor(empty)
+            yield name, self.link.tensor(torch.empty(shape, dtype=dtype, device=self.link.engine.device))
 
 
 class SharedCommand:
     """A command that runs on all ranks: on this one by calling it."""
 
     def __init__(self, run: Callable[[], Any], name: str, *arguments: Any) -> None:
-        self.run, self.encoded = run, json.dumps([name, *arguments])
+        self.run, self.sent = run, (name, *arguments)
 
     def __call__(self) -> Any:
         return self.run()
@@ -147,7 +147,7 @@ class LeaderBoundary(StepBoundary):
         queued = [self.queue.popleft() for _ in range(len(self.queue))]
         if queued or flags:
             with signals_deferred():
-                self.link.exchange(flags, self.failures, [command.encoded for command, _ in queued])  # type: ignore[attr-defined]
+                self.link.exchange(flags, self.failures, [command.sent for command, _ in queued])  # type: ignore[attr-defined]
                 for command, future in queued:
                     self.run(command, future)
 
@@ -174,8 +174,9 @@ class TensorParallelLeader(Engine):
         return self.engine.info
 
     def add(self, request: Request) -> int:
-        request_id, encoded = next(self._ids), encode_request(request)
-        command = self._command("add", request_id, encoded, run=lambda: add_as(self.engine, request_id, encoded))
+        request_id = next(self._ids)
+        request = replace(request, prompt_ids=[index(token) for token in request.prompt_ids])  # checks types here
+        command = self._command("add", request_id, request, run=partial(add_as, self.engine, request_id, request))
         self._boundary.queue.append((command, None))
         return request_id
 
@@ -199,9 +200,9 @@ class TensorParallelLeader(Engine):
     def _drop_requests(self) -> None:
         """After an exception within a step, which may have stopped the ranks in different states: send this rank's."""
         scheduler = self.engine.scheduler
-        kept = [[handle, kept.tokens] for handle, kept in scheduler.kept.items()]
-        command = ["drop_requests", scheduler.step, scheduler.next_handle, kept]
-        self._link.exchange(failures=self._boundary.failures, commands=[json.dumps(command)])
+        kept = {handle: kept.tokens for handle, kept in scheduler.kept.items()}
+        command = ("drop_requests", scheduler.step, scheduler.next_handle, kept)
+        self._link.exchange(failures=self._boundary.failures, commands=[command])
         dist.barrier(group=self._link.group)  # a follower may still be inside the step, waiting for this rank
 
     def abort(self, ids: Iterable[int | tuple[int, int]]) -> None:
@@ -211,14 +212,12 @@ class TensorParallelLeader(Engine):
         self._boundary.post(self._command("release", list(handles)))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        lists = [[index(token) for token in sequence] for sequence in sequences]
-        return self._boundary.call(self._command("score", lists, temperature))
+        return self._boundary.call(self._command("score", sequences, temperature))
 
     def top_logprobs(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], count: int, temperature: float = 1.0
     ) -> list[TokenScores]:
-        lists = [[index(token) for token in sequence] for sequence in sequences]
-        return self._boundary.call(self._command("top_logprobs", lists, list(starts), count, temperature))
+        return self._boundary.call(self._command("top_logprobs", sequences, starts, count, temperature))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """`source` is read on this rank alone; each weight is sent to the other ranks in its own dtype."""
@@ -296,8 +295,6 @@ class Follower:
         match name, values:
             case "add", [request_id, request]:
                 add_as(engine, request_id, request)
-            case "abort", [ids]:
-                engine.abort(tuple(target) if isinstance(target, list) else target for target in ids)
             case "update_weights", [version]:
                 engine.update_weights(ReceivedWeights(self.link), version)
             case "drop_requests", [step, next_handle, kept]:
@@ -308,31 +305,23 @@ class Follower:
             case _:
                 getattr(engine, name)(*values)
 
-    def drop_requests(self, step: int, next_handle: int, kept: list[tuple[int, list[int]]]) -> None:
+    def drop_requests(self, step: int, next_handle: int, kept: dict[int, list[int]]) -> None:
         """Take over the leader's state after an exception."""
         self.engine.drop_requests()
         scheduler = self.engine.scheduler
         scheduler.step, scheduler.next_handle = step, next_handle
         scheduler.kept.clear()
-        scheduler.kept.update({handle: Kept(tokens, []) for handle, tokens in kept})
+        scheduler.kept.update({handle: Kept(tokens, []) for handle, tokens in kept.items()})
         self.engine.rows.step.fill_(step)
         self.engine.outputs.start(step)
         self.step_failed = False
         dist.barrier(group=self.link.group)
 
 
-def encode_request(request: Request) -> dict[str, Any]:
-    """As JSON types. Token ids may be an array."""
-    encoded = {name: getattr(request, name) for name in Request.__dataclass_fields__}
-    return encoded | {"prompt_ids": [index(token) for token in request.prompt_ids], "params": asdict(request.params)}
-
-
-def add_as(engine: NativeEngine, request_id: int, encoded: dict[str, Any]) -> None:
-    """Add an encoded request under the leader's id."""
-    params: dict[str, Any] = encoded["params"]
-    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+def add_as(engine: NativeEngine, request_id: int, request: Request) -> None:
+    """Add a request under the leader's id."""
     engine.next_id = count(request_id)
-    engine.add(Request(**(encoded | {"params": SamplingParams(**params)})))
+    engine.add(request)
 
 
 @contextmanager
@@ -340,20 +329,10 @@ def signals_deferred() -> Iterator[None]:
     """Call Python's handlers of SIGINT and SIGTERM afterwards: an exception in the middle of an exchange or of a step
     would leave the other ranks waiting. Handlers run in the main thread; other threads are not affected.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[tuple[int, FrameType | None]] = []
-    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {kind: handler for kind, handler in handlers.items() if callable(handler)}
-    for kind in handlers:
-        signal.signal(kind, lambda number, frame: received.append((number, frame)))
-    try:
+    with handlers_restored((signal.SIGINT, signal.SIGTERM)) as handlers:
+        for kind in (kind for kind, handler in handlers.items() if callable(handler)):
+            signal.signal(kind, lambda number, frame: received.append((number, frame)))
         yield
-    finally:
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
     for number, frame in received:
-        handler = handlers[signal.Signals(number)]
-        assert callable(handler)
-        handler(number, frame)
+        handlers[number](number, frame)

@@ -97,14 +97,25 @@ class AssayEngine(RemoteEngine):
         self.info = replace(self.info, capabilities=capabilities)
 
     def _check_server(self, server: Server) -> None:
-        self._check_served(server, self._info(server))
+        served, info, dtype = self._info(server), self.info, str(self.options.dtype).removeprefix("torch.")
+        checks = [
+            ("vocab_size", served["vocab_size"] == info.vocab_size, info.vocab_size, "the model of model.source"),
+            ("max_length", served["max_length"] >= info.max_length, info.max_length, "--model.max_length"),
+            ("dtype", served["dtype"] == dtype, dtype, f"--engine.dtype {dtype}"),
+        ]
+        for name, valid, expected, remedy in checks:
+            if not valid:
+                raise UserError(
+                    f"the server {server.url} has {name} = {served[name]}, the policy needs {expected}: "
+                    f"start it with {remedy}"
+                )
 
     def _join(self, server: Server) -> None:
         if self.asleep:
             self.call(server, "POST", "/engine/sleep")
 
     def _proof(self, server: Server) -> str:
-        return self._fingerprint_of(self.call(server, "GET", "/engine/fingerprint"))
+        return self.field(self.call(server, "GET", "/engine/fingerprint"), "fingerprint", str)
 
     def _info(self, server: Server) -> dict[str, Any]:
         try:
@@ -123,20 +134,6 @@ class AssayEngine(RemoteEngine):
         ):
             raise self.garbage("no description of its engine")
         return served
-
-    def _check_served(self, server: Server, served: dict[str, Any]) -> None:
-        info, dtype = self.info, str(self.options.dtype).removeprefix("torch.")
-        checks = [
-            ("vocab_size", served["vocab_size"] == info.vocab_size, info.vocab_size, "the model of model.source"),
-            ("max_length", served["max_length"] >= info.max_length, info.max_length, "--model.max_length"),
-            ("dtype", served["dtype"] == dtype, dtype, f"--engine.dtype {dtype}"),
-        ]
-        for name, valid, expected, remedy in checks:
-            if not valid:
-                raise UserError(
-                    f"the server {server.url} has {name} = {served[name]}, the policy needs {expected}: "
-                    f"start it with {remedy}"
-                )
 
     def _prepare(self) -> None:
         kind, device, dtype = self.settings.transport, torch.device(self.options.device), self.options.dtype
@@ -251,10 +248,7 @@ class AssayEngine(RemoteEngine):
     def _fingerprints(self) -> dict[str, str]:
         """By URL."""
         answers = self.call_each("GET", "/engine/fingerprint")
-        return {server.url: self._fingerprint_of(answer) for server, answer in answers.items()}
-
-    def _fingerprint_of(self, answer: Any) -> str:
-        return self.field(answer, "fingerprint", str)
+        return {server.url: self.field(answer, "fingerprint", str) for server, answer in answers.items()}
 
     def digests(self) -> dict[str, str]:
         """Digests of the weights of the first server, by name."""

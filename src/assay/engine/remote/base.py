@@ -85,8 +85,7 @@ class Ranks:
         return set[str]().union(*self._gathered(list(values) if self.leads else []))
 
     def barrier(self) -> None:
-        if self.world is not None:
-            self.on_leaders(lambda: None)
+        self.on_leaders(lambda: None)
 
     def on_leaders(self, work: Callable[[], None]) -> None:
         """Call `work` on the first rank of every group. A `UserError` is raised on all ranks."""
@@ -186,15 +185,20 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     def _prepare(self) -> None:
         """Called on the main rank after `_check_servers`: choose the transport of weights, for example."""
 
+    @property
+    def cluster(self) -> Any:
+        """The `RayServers` of a run on a cluster; None elsewhere."""
+        return None if self.launched is None else self.launched.cluster
+
     def folder_transport(self, dtype: torch.dtype) -> FolderTransport:
-        if self.launched is not None:
-            return self.launched.transport(dtype, self.size)
+        """A folder that all servers see, or that every node gets a copy of."""
+        if self.cluster is not None and not self.settings.folder:
+            return self.cluster.transport(dtype, self.size)
         return FolderTransport(self.settings.folder, dtype, self.size)
 
     def nccl_host(self) -> str:
         """The address of this host for servers that take part in collective operations."""
-        own = self.launched.cluster.node if self.launched is not None and self.launched.cluster else ""
-        return own or self.settings.nccl_host
+        return (self.cluster.node if self.cluster is not None else "") or self.settings.nccl_host
 
     @abstractmethod
     async def _sample(self, batch: SampleBatch) -> None:
@@ -244,11 +248,11 @@ class RemoteEngine(SupervisedServers, ServerEngine):
     # -- the interface
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        check_scored(sequences, temperature, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, temperature, self.info)
         return self.ranks.from_leader(lambda: self.score_anywhere(sequences, temperature))
 
     def score_each(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        check_scored(sequences, 1.0, self.info.max_length, self.info.vocab_size)
+        check_scored(sequences, 1.0, self.info)
         return self.ranks.from_leader(lambda: self.score_everywhere(sequences))
 
     @torch.inference_mode(False)
@@ -351,8 +355,7 @@ class RemoteEngine(SupervisedServers, ServerEngine):
         """Raises a `UserError` if the request is invalid."""
         if sent.request.continues is not None:
             raise unknown_handle(sent.request, sent.id)
-        limits = {"max_length": self.info.max_length, "vocabulary": self.info.vocab_size}
-        job = job_for(sent.request, sent.id, (), can_decode=self.options.decode is not None, **limits)
+        job = job_for(sent.request, sent.id, (), self.info, can_decode=self.options.decode is not None)
         job.tokens = [index(token) for token in job.tokens]  # JSON has no NumPy integers
         return job
 

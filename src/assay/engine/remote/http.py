@@ -208,8 +208,8 @@ class HttpServers:
         self,
         work: Callable[[], None],
         posts: Mapping[Server, tuple[str, Any]],
-        check: Callable[[Any], object] = lambda answer: None,
-        abort: Callable[[], None] = lambda: None,
+        check: Callable[[Any], object],
+        abort: Callable[[], None],
     ) -> None:
         """Run `work`, a collective operation in which servers take part when they get requests, and send these.
 
@@ -424,7 +424,7 @@ class SupervisedServers(HttpServers):
     recover_s: float  # how long to wait for a server after all of them have failed
     notify: Callable[[str], None]  # gets a line when a server is retired and when it serves again, from any thread
     failures = retries = 0  # retired servers, and requests that were sent again
-    _watcher: asyncio.Task | None = None
+    _watcher: Future[None] | None = None
 
     @property
     def may_change(self) -> bool:
@@ -536,11 +536,7 @@ class SupervisedServers(HttpServers):
     def _watch(self) -> None:
         """Begin to ask all servers about their health."""
         if self.health_timeout_s and (len(self.all_servers) > 1 or self.may_change):
-
-            async def start() -> asyncio.Task:
-                return asyncio.ensure_future(self._ask_forever())
-
-            self._watcher = self.loop.call(start())
+            self._watcher = self.loop.submit(self._ask_forever())
 
     async def _ask_forever(self) -> None:
         unhealthy: dict[Server, int] = {}
@@ -564,8 +560,8 @@ class SupervisedServers(HttpServers):
             await asyncio.gather(*map(ask, self.serving()))
 
     def _disconnect(self) -> None:
-        if (watcher := self._watcher) is not None:
-            self.loop.post(watcher.cancel)
+        if self._watcher is not None:
+            self._watcher.cancel()
         super()._disconnect()
 
     # -- the way back, on the main rank

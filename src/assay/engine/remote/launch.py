@@ -37,9 +37,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from assay.config import CLUSTER_MEMBER, InferenceServerConfig, RemoteEngineConfig
+from assay.config import CLUSTER_MEMBER, RemoteEngineConfig
 from assay.engine.base import EngineOptions
-from assay.engine.remote.transport import FolderTransport
 from assay.models.base import PolicyModel
 from assay.models.export import save_config
 from assay.system.openai_client import key_of, new_client, opened
@@ -221,11 +220,35 @@ class LaunchedServers(ABC):
         self.cluster = make(self, lambda index, port: self._command(index, port, max_length))
         self.programs = self.cluster.start(self.settings.start_timeout_s)
 
-    def transport(self, dtype: torch.dtype, size: int) -> FolderTransport:
-        """A folder that all servers see, or that every node gets a copy of."""
-        if self.cluster is not None and not self.settings.folder:
-            return self.cluster.transport(dtype, size)
-        return FolderTransport(self.settings.folder, dtype, size)
+    # -- for backends
+
+    def _interpreter(self) -> str:
+        """The interpreter that runs the servers, whose package is named like the section of their settings."""
+        if not self.settings.python:
+            spec = importlib.util.find_spec(self.section)
+            if spec is None or spec.origin is None:  # no origin: a folder of this name that is not a package
+                raise UserError(
+                    f"{self.kind} is not installed in this environment: set {self.section}.python to the interpreter "
+                    f"of an environment that has it, or {self.section}.urls to running servers"
+                )
+            return sys.executable
+        found = shutil.which(os.path.expanduser(self.settings.python))
+        if found is None:
+            given = f"{self.section}.python = '{self.settings.python}'"
+            raise UserError(f"{given} is not a program: give the path of an interpreter")
+        return found
+
+    def _visible_devices(self, index: int) -> dict[str, str]:
+        """CUDA_VISIBLE_DEVICES of server `index`, if it differs from the value in this process."""
+        devices, device = self.settings.devices, torch.device(self.options.device)
+        if devices:
+            return {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]}
+        if device.type == "cuda" and device.index:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            return {"CUDA_VISIBLE_DEVICES": visible[device.index] if visible[0] else str(device.index)}
+        return {}
+
+    # -- while they run
 
     def _wait(self, url: str) -> None:
         """Wait until a server is ready."""
@@ -307,29 +330,3 @@ def plain_environment() -> dict[str, str]:
 def module_environment() -> dict[str, str]:
     """`plain_environment`, with which `python -m` finds the same modules as this process."""
     return {**plain_environment(), "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
-
-
-def interpreter(settings: InferenceServerConfig, section: str, kind: str) -> str:
-    """The interpreter that runs the servers. `section`: of the settings, also the name of the package."""
-    if not settings.python:
-        spec = importlib.util.find_spec(section)
-        if spec is None or spec.origin is None:  # no origin: a folder of this name that is not a package
-            raise UserError(
-                f"{kind} is not installed in this environment: set {section}.python to the interpreter of an "
-                f"environment that has it, or {section}.urls to running servers"
-            )
-        return sys.executable
-    found = shutil.which(os.path.expanduser(settings.python))
-    if found is None:
-        raise UserError(f"{section}.python = '{settings.python}' is not a program: give the path of an interpreter")
-    return found
-
-
-def visible_devices(settings: InferenceServerConfig, device: torch.device, index: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of server `index`, if it differs from the value in this process."""
-    if settings.devices:
-        return {"CUDA_VISIBLE_DEVICES": settings.devices[index % len(settings.devices)]}
-    if device.type == "cuda" and device.index:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        return {"CUDA_VISIBLE_DEVICES": visible[device.index] if visible[0] else str(device.index)}
-    return {}

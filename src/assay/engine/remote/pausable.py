@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from assay.engine.base import Capabilities
 from assay.engine.completions import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable
@@ -50,6 +51,7 @@ class PausableEngine(RemoteEngine):
     lowest_temperature: ClassVar[float]  # above 0 that servers apply as it is
     forbidden_bias: ClassVar[float]  # added to the logits of forbidden tokens
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
     pauses = True
     weights_dropped = False  # by a sleep
 
@@ -201,30 +203,20 @@ class PausableEngine(RemoteEngine):
             versions += [version] * len(part.token_ids)
             if part.finish is None and len(ids) >= job.limit:
                 part.finish = Finish.LENGTH
-            if part.finish is not None:
-                return batch.sent.finish(sample, self._end(job, ids, logprobs, versions, part.finish, version))
+            if (finish := part.finish) is not None:
+                break
             if part.interrupted and version == self.info.version and self.gate.is_set():
                 raise ServerError(
                     f"the {self.kind} server {server.url} aborted a request: does another program control it?"
                 )
-
-    def _end(
-        self,
-        job: Job,
-        ids: list[int],
-        logprobs: list[float],
-        versions: list[int],
-        finish: Finish,
-        version: int,
-    ) -> Completion:
         params = job.request.params
         if params.stop and self.stopping is not None and (end := first_stop(ids, params.stop, self.stopping)):
-            ids, logprobs, versions = ids[:end], logprobs[:end], versions[:end]
-            finish = Finish.STOP
+            ids, logprobs, versions, finish = ids[:end], logprobs[:end], versions[:end], Finish.STOP
         spans = [(span_version, len(list(tokens))) for span_version, tokens in groupby(versions)]
         first = spans[0][0] if spans else version
         several = tuple(spans) if len(spans) > 1 else ()
-        return self._checked(Completion(ids, logprobs, list(logprobs), finish, first, version_spans=several), job)
+        completion = Completion(ids, logprobs, list(logprobs), finish, first, version_spans=several)
+        batch.sent.finish(sample, self._checked(completion, job))
 
 
 def sample_seed(seed: int, sample: int, position: int) -> int:

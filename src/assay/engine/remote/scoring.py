@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from assay.config import ReferenceServerConfig
 from assay.engine.remote.wire import FLOATS, IDS, pack, unpack
+from assay.engine.sequence import batches_of
 from assay.system.openai_client import Endpoint
 from assay.types import UserError, excerpt
 
@@ -60,7 +61,7 @@ class ScoringClient:
 
     async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         score = self._score_assay if self.settings.server == "assay" else self._score_vllm
-        parts = await asyncio.gather(*(score(part) for part in batches(sequences)))
+        parts = await asyncio.gather(*(score(sequences[part]) for part in batches_of(sequences, TOKENS)))
         return [scores for part in parts for scores in part]
 
     async def _score_assay(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -105,17 +106,3 @@ def prompt_scores(answer: Any, ids: Sequence[int]) -> list[float]:
 def unpacked_scores(answer: Any) -> list[list[float]]:
     """The log-probabilities in an answer of `assay serve`."""
     return [unpack(packed, FLOATS) for packed in answer["scores"]]
-
-
-def batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Parts with at most `TOKENS` tokens; a longer sequence is a part of its own."""
-    part: list[Sequence[int]] = []
-    size = 0
-    for sequence in sequences:
-        if part and size + len(sequence) > TOKENS:
-            yield part
-            part, size = [], 0
-        part.append(sequence)
-        size += len(sequence)
-    if part:
-        yield part

@@ -34,21 +34,10 @@ def shared_buffer(handle: Sequence[Any], device: torch.device) -> Tensor:
 
     size, memory, storage_size, storage_offset, counter, counter_offset, event, sync = handle
     return rebuild_cuda_tensor(
-        torch.Tensor,
-        (size,),
-        (1,),
-        0,
-        torch.UntypedStorage,
-        torch.uint8,
-        device.index or 0,
-        base64.b64decode(memory),
-        storage_size,
-        storage_offset,
-        False,
-        base64.b64decode(counter),
-        counter_offset,
-        base64.b64decode(event),
-        sync,
+        *(torch.Tensor, (size,), (1,), 0),  # size, stride, offset
+        *(torch.UntypedStorage, torch.uint8, device.index or 0),
+        *(base64.b64decode(memory), storage_size, storage_offset, False),  # needs no gradient
+        *(base64.b64decode(counter), counter_offset, base64.b64decode(event), sync),
     )
 
 

@@ -42,14 +42,8 @@ def unpack(text: Any, dtype: str) -> list[Any]:
 def request_to_json(request: Request) -> dict[str, Any]:
     """Everything but `keep` and `continues`: the server keeps no sequences."""
     assert request.continues is None, "kept sequences need an engine in this process"
-    ids = pack(request.prompt_ids, IDS)
-    return {
-        "prompt_ids": ids,
-        "params": asdict(request.params),
-        "seed": request.seed,
-        "name": request.name,
-        "stream": request.stream,
-    }
+    plain = {"seed": request.seed, "name": request.name, "stream": request.stream}
+    return {"prompt_ids": pack(request.prompt_ids, IDS), "params": asdict(request.params), **plain}
 
 
 def request_from_json(tree: Mapping[str, Any]) -> Request:

@@ -14,15 +14,15 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from assay.config import CLUSTER_MEMBER
 from assay.system.program import SupervisedProgram, free_port, last_error, write_object
+from assay.system.spawn import handlers_restored
 from assay.types import UserError, describe_error, missing_extra, plural
 
 NAMESPACE = "assay"
@@ -78,7 +78,7 @@ def connect(address: str, say: Callable[[str], None] | None = None) -> str:
     if local:  # Ray would replace the address by another one of this machine, and listen on all
         ray._private.services.resolve_ip_for_localhost = lambda host: host
     try:
-        with _own_signals():
+        with handlers_restored(SIGNALS):  # Ray replaces them
             ray.init(**given, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"cluster.address = '{address}'" if address else "a Ray on this machine"
@@ -113,20 +113,6 @@ def exposure(address: str) -> str:
         f"joining the Ray cluster at {address}: whoever can submit jobs there can run programs as you on its machines, "
         "read the prompts, answers and weights of this run, and stop it"
     )
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keep the signal handlers of this process, which Ray replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def nodes() -> list[dict[str, Any]]:

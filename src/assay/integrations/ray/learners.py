@@ -30,7 +30,7 @@ from typing import Any
 from assay.config import CLUSTER_MEMBER, ClusterConfig, TrainConfig
 from assay.integrations.ray.cluster import SIGNALS, connect, describe_resources, hosted_program, nodes, ray_package
 from assay.system.isolation import die_with_parent
-from assay.system.spawn import exit_reason
+from assay.system.spawn import exit_reason, handlers_restored
 from assay.types import UserError, excerpt, plural
 
 POLL_S = 0.2
@@ -65,12 +65,10 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self.add) for number in SIGNALS}
-        try:
+        with handlers_restored(SIGNALS):
+            for number in SIGNALS:
+                signal.signal(number, self.add)
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def launch(cfg: TrainConfig, commands: Commands, say: Callable[[str], None]) -> int:
