@@ -173,7 +173,8 @@ def test_a_shared_trunk_gets_the_gradients_of_both_losses() -> None:
         own.model.head.weight.add_(0.03)
     sums = updater._accumulate(rows_of(groups, algo), algo)
     found = both_gradients(own)
-    updater._zero_grad()
+    updater.optimizer.zero_grad(set_to_none=True)
+    own.step(usable=False)
     assert all(weight.grad is None for weight in own.model.parameters())
     losses = plain_losses(own, [r for group in groups for r in group.rollouts if not r.masked])
     sum(losses.values()).backward()  # type: ignore[union-attr]
