@@ -223,7 +223,7 @@ def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypat
         assert {file.suffix for file in folder.iterdir()} == {".safetensors"}  # and no pickle
         assert parallel.saved_shapes(folder) == {name: tensor.shape for name, tensor in TENSORS.items()}
         found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-        parallel.load_sharded(folder, found)
+        parallel.load_tensors(folder, found)
         assert all(found[name].equal(tensor) for name, tensor in TENSORS.items())
 
 
