@@ -77,7 +77,7 @@ class OnPolicySource:
     collector: Collector
     prompts: PromptStream
     schedule: Schedule
-    stopping: Stopping | None = None
+    stopping: Stopping = field(default_factory=lambda: Stopping(grace_s=0.0))
 
     def __post_init__(self) -> None:
         self.seed, self.prompts_per_step = self.cfg.seed, self.cfg.train.prompts
@@ -87,8 +87,7 @@ class OnPolicySource:
 
     def next(self, state: RunState) -> SampledGroups:
         """The groups of a step. Adds the sampled tokens and answers to the state of the run."""
-        if self.stopping:
-            self.stopping.check()
+        self.stopping.check()
         self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
         self.collector.seconds.clear()
         self._seen = Counter()
