@@ -17,7 +17,7 @@ from mesh_parts import SPECS, STEPS, Case, muon_updater, train, train_cases, tra
 from processes import start
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from train_parts import cramped, make_groups, tiny_decoder
+from train_parts import cramped, make_adamw, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.build.problems import build_algorithm
@@ -31,7 +31,7 @@ from assay.tasks import make_task
 from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.training import checkpoint, parallel
-from assay.training.learner.optim import clip_gradients, make_adamw, optimizer_tensors
+from assay.training.learner.optim import clip_gradients, optimizer_tensors
 from assay.training.learner.pack import Row, rows_of
 from assay.training.learner.update import Updater
 from assay.types import Prompt, UserError

@@ -10,7 +10,7 @@ from learner_parts import credit, critic
 from safetensors.torch import load_file, save_file
 from small_run import SmallRuns
 from torch import Tensor
-from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weights_of
+from train_parts import cramped, gradients_of, make_adamw, make_groups, tiny_decoder, weights_of
 
 from assay.algos import Scorers, make_algorithm
 from assay.algos.advantages import token_rewards
@@ -19,7 +19,6 @@ from assay.config import TrainConfig
 from assay.mesh import Mesh
 from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.training.learner.critic import Critic, make_critic
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.pack import Row, rows_of
 from assay.training.learner.update import Updater
 from assay.types import Rollout, UserError
