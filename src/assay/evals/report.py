@@ -75,18 +75,13 @@ class Report:
         """Fraction of answers that were cut off."""
         return float(np.mean([answer.truncated for row in self.outcomes for answer in row]))
 
-    @property
-    def ci95(self) -> tuple[float, float]:
-        """Wilson interval for one answer per question; otherwise a bootstrap over questions."""
-        return interval(self.correct.mean(axis=1))
-
     def summary(self) -> dict[str, Any]:
         questions, samples = self.correct.shape
         answers = [answer for row in self.outcomes for answer in row]
         statuses = Counter(answer.status for answer in answers)
         summary: dict[str, Any] = {
             "accuracy": self.accuracy,
-            "ci95": list(self.ci95),
+            "ci95": list(interval(self.correct.mean(axis=1))),
             "n": questions,
             "samples": samples,
             "reward": float(np.mean([answer.reward for answer in answers])),
