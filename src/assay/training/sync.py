@@ -77,13 +77,10 @@ def as_served_by(engine: BaseEngine, policy: PolicyModel) -> tuple[Iterable[tupl
 
 def differing_weights(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Names of the first weights that differ, in the order of the trainer."""
-    differing = [name for name, text in ours.items() if theirs.get(name) != text]
-    extra = [name for name in theirs if name not in ours]
-    names = [*differing, *extra]
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not names:
         return "no single weight differs"
-    kinds = {True: " (missing in the engine)", False: ""}
-    shown = [name + kinds[name in ours and name not in theirs] for name in names[:SHOWN]]
+    shown = [name if name in theirs else f"{name} (missing in the engine)" for name in names[:SHOWN]]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{plural(len(names), 'weight')} of {len(ours)}: {', '.join(shown)}{more}"
 
