@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
+from operator import add
 
 import numpy as np
 import pytest
@@ -110,7 +112,7 @@ def sums(tokens: float, loss: float, x: float, largest: float) -> Sums:
 
 
 def test_sums_add_up_to_the_metrics_of_the_whole_batch() -> None:
-    total = sum(sums(*part) for part in PARTS)
+    total = reduce(add, (sums(*part) for part in PARTS))
     assert isinstance(total, Sums)
     assert metrics(total) == {"loss/total": 3.0, "policy/x": 0.5, "policy/m": 5.0}
     assert metrics(total, updates=3)["loss/total"] == 1.0

@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,14 +130,18 @@ def test_reference_kl_is_absent_without_a_coefficient() -> None:
 
 
 def test_adaptive_entropy_coefficient_grows_below_the_target_and_is_not_applied_above() -> None:
-    control = terms.EntropyControl(0.0)
-    seen = []
-    for entropy in (0.5, 0.19, 0.2, 0.1, 0.3, 0.15):
-        control = control.after(entropy, 0.2, 0.005)
-        seen.append((round(control.coef, 6), round(control.applied(0.2), 6)))
+    def bonus(coef: float) -> terms.EntropyBonus:
+        return terms.EntropyBonus(terms.EntropyConfig(entropy_coef=coef, entropy_target=0.2, entropy_delta=0.005), None)
+
+    def after(term: terms.EntropyBonus, entropy: float) -> tuple[float, float]:
+        term.end_step(1, [], {"policy/entropy": entropy})
+        return round(term.adapted, 6), round(term.applied, 6)
+
+    term = bonus(0.0)
+    seen = [after(term, entropy) for entropy in (0.5, 0.19, 0.2, 0.1, 0.3, 0.15)]
     assert seen == [(0, 0), (0.005, 0.005), (0.01, 0.01), (0.015, 0.015), (0.01, 0), (0.015, 0.015)]
-    assert terms.EntropyControl(0.999).after(0.0, 0.2, 0.005).coef == 1.0
-    assert terms.EntropyControl(0.3).applied(0.2) == 0.3  # nothing measured yet
+    assert after(bonus(0.999), 0.0) == (1.0, 1.0)
+    assert bonus(0.3).applied == 0.3  # nothing measured yet
 
 
 def test_adaptive_entropy_coefficient_follows_the_target_and_is_restored_by_load_state_dict() -> None:
@@ -322,32 +327,42 @@ def by_hand(logprobs: torch.Tensor, advantages: torch.Tensor) -> list[float]:
     return [(x - mean) * (a - mean_advantage) for x, a in zip(one, other, strict=True)]
 
 
+def selected(
+    cov: str, logprobs: torch.Tensor, advantages: torch.Tensor, fraction: float, low: float = 0.0, high: float = 1.0
+) -> list[int]:
+    """Positions of the selected tokens, which are divided into two sequences."""
+    cfg = terms.CovarianceConfig(cov=cov, cov_fraction=fraction, cov_low=low, cov_high=high)
+    halves = zip(logprobs.tensor_split(2), advantages.tensor_split(2), strict=True)
+    rows = [SimpleNamespace(sampled_logprobs=x.tolist(), token_advantages=a.tolist()) for x, a in halves]
+    marks = [mark for row in terms.CovarianceControl(cfg).select(rows) for mark in row]
+    assert len(marks) == len(logprobs) and set(marks) <= {0.0, 1.0}
+    return [position for position, mark in enumerate(marks) if mark]
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.03, 0.5, 1.0])
 def test_kl_cov_selects_the_largest_covariances(fraction: float) -> None:
     logprobs, advantages = tokens()
     values = by_hand(logprobs, advantages)
     count = max(int(fraction * 200), 1)
     largest = sorted(range(200), key=lambda i: -values[i])[:count]
-    marked = terms.kl_cov(logprobs, advantages, fraction, 0.0, 0.0)
-    assert {i for i, chosen in enumerate(marked.tolist()) if chosen} == set(largest)
+    assert selected("kl_cov", logprobs, advantages, fraction) == sorted(largest)
 
 
 def test_clip_cov_samples_within_the_bounds() -> None:
     logprobs, advantages = tokens()
     values = by_hand(logprobs, advantages)
     within = {i for i, value in enumerate(values) if 0.5 <= value <= 2.0}
-    marked = terms.clip_cov(logprobs, advantages, 0.05, 0.5, 2.0)
-    chosen = {i for i, one in enumerate(marked.tolist()) if one}
-    assert chosen < within and len(chosen) == 10
-    assert chosen != set(sorted(within)[:10])  # drawn, not the first ones
-    assert terms.clip_cov(logprobs, advantages, 0.05, 0.5, 2.0).equal(marked)  # and the same when a run is resumed
-    assert set(terms.clip_cov(logprobs, advantages, 1.0, 0.5, 2.0).nonzero().squeeze(1).tolist()) == within
-    assert not terms.clip_cov(logprobs, advantages, 0.5, 1e6, 1e7).any()
+    chosen = selected("clip_cov", logprobs, advantages, 0.05, 0.5, 2.0)
+    assert set(chosen) < within and len(chosen) == 10
+    assert chosen != sorted(within)[:10]  # drawn, not the first ones
+    assert selected("clip_cov", logprobs, advantages, 0.05, 0.5, 2.0) == chosen  # and the same when a run is resumed
+    assert set(selected("clip_cov", logprobs, advantages, 1.0, 0.5, 2.0)) == within
+    assert not selected("clip_cov", logprobs, advantages, 0.5, 1e6, 1e7)
 
 
-@pytest.mark.parametrize("choose", [terms.kl_cov, terms.clip_cov])
-def test_covariance_selection_of_no_tokens_is_empty(choose) -> None:
-    assert choose(torch.zeros(0), torch.zeros(0), 0.1, 0.0, 1.0).tolist() == []
+@pytest.mark.parametrize("cov", ["kl_cov", "clip_cov"])
+def test_covariance_selection_of_no_tokens_is_empty(cov: str) -> None:
+    assert selected(cov, torch.zeros(0), torch.zeros(0), 0.1) == []
 
 
 class DriftConfig(Section):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from small_run import SmallRuns
 
 from assay.cli.main import main, run_command
-from assay.evals.report import Report
+from assay.evals.report import AnswerOutcome, Report
 from assay.types import Status, UserError
 
 WORDS = ("--sft.steps", 3, "--sft.batch", 4, "--eval.every", 1, "--train.budget", 27, "--algo.kl_coef", 0.5)
@@ -111,11 +111,10 @@ def test_mistakes_are_reported_before_anything_is_run(
 
 
 def outcome(recipe: str, seed: int, correct: np.ndarray, ids: list[str] | None = None, **facts: Any) -> Outcome:
-    statuses = [[Status.OK if right else Status.WRONG] for right in correct]
     names = ids or [str(number) for number in range(len(correct))]
-    column = np.asarray(correct, dtype=bool)[:, None]
-    lengths = np.ones_like(column, int)
-    report = Report(names, column, [[None]] * len(names), statuses, lengths, column & False, column.astype(float))
+    statuses = [Status.OK if right else Status.WRONG for right in correct]
+    answers = [[AnswerOutcome(status, None, 1, False, float(status is Status.OK))] for status in statuses]
+    report = Report(names, answers, [""] * len(names))
     summary = {"before": {"accuracy": 0.3}, "after": report.summary(), "paired": {"p_value": 0.5}, "split": "test"}
     summary |= {"task": "abacus", "wall_s": 9.0, "train_s": 7.0, "steps": 4, "answers": 36, "tokens": 100} | facts
     curve = [{"samples": 9.0 * i, "train_s": 2.0 * i, "accuracy": 0.1 * i + 0.01 * seed} for i in (1, 2, 3)]

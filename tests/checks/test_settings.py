@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_parts import make_groups, tiny_decoder, weights_of
+from train_parts import make_adamw, make_groups, tiny_decoder, weights_of
 
 from assay.build.problems import build_algorithm
 from assay.build.run import load_problems
@@ -17,7 +17,6 @@ from assay.config.settings import load_settings, to_toml
 from assay.envs import make_env
 from assay.runs.console import Console
 from assay.tasks import Task, make_task
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from train_parts import tiny_decoder
+from train_parts import make_adamw, tiny_decoder
 
 from assay.algos import Algorithm, Scorers, make_algorithm
 from assay.algos.credit import CriticCredit, LogRatios
 from assay.config import AlgoConfig, CriticConfig
 from assay.models import Decoder
 from assay.training.learner.critic import Critic, ValueModel
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
 from assay.types import Group
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from train_parts import SPEC, make_groups, tiny_decoder
+from train_parts import SPEC, make_adamw, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.config import OptimConfig
 from assay.mesh import Mesh, init_mesh
 from assay.models.base import fingerprint
 from assay.models.spec import ModelSpec
-from assay.training.learner.optim import make_adamw, make_optimizer
+from assay.training.learner.optim import make_optimizer
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
 from assay.training.parallel import parallelise

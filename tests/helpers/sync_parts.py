@@ -6,14 +6,13 @@ import tomllib
 from pathlib import Path
 
 import torch
-from train_parts import make_groups, tiny_decoder
+from train_parts import make_adamw, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.engine import Engine, make_engine
 from assay.mesh import Mesh
 from assay.models import PolicyModel
 from assay.training import sync
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
 from assay.training.sync import SyncError, WeightSync, probe_sequences
 

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from engine_parts import small_decoder, small_spec
-from torch import Tensor
+from torch import Tensor, nn
 
+from assay.config import OptimConfig
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
 from assay.models.spec import ModelSpec
+from assay.training.learner.optim import make_optimizer
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 
 VOCABULARY = 23
@@ -106,3 +108,9 @@ def cramped(room: int, error: type[RuntimeError] = torch.OutOfMemoryError, seed:
     assert isinstance(model, Cramped)
     model.room, model.error = room, error
     return model
+
+
+def make_adamw(
+    model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    return make_optimizer(model, OptimConfig(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))

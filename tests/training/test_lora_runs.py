@@ -11,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_run import SmallRuns, gpt2_folder, inject
-from train_parts import make_groups, tiny_decoder
+from train_parts import make_adamw, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.mesh import Mesh
 from assay.models import Lora, PolicyModel, fingerprint, load_adapter, load_model
 from assay.runs import checkpoints
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
 from assay.training.parallel import pick_mode

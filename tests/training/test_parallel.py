@@ -17,7 +17,7 @@ from mesh_parts import SPECS, STEPS, Case, muon_updater, train, train_cases, tra
 from processes import start
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from train_parts import cramped, make_groups, tiny_decoder
+from train_parts import cramped, make_adamw, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.build.problems import build_algorithm
@@ -31,7 +31,7 @@ from assay.tasks import make_task
 from assay.tasks.base import LazyPrompts
 from assay.text import Renderer, char_tokenizer
 from assay.training import checkpoint, parallel
-from assay.training.learner.optim import clip_gradients, make_adamw, optimizer_tensors
+from assay.training.learner.optim import clip_gradients, optimizer_tensors
 from assay.training.learner.pack import Row, rows_of
 from assay.training.learner.update import Updater
 from assay.types import Prompt, UserError
@@ -223,7 +223,7 @@ def test_tensors_are_loaded_from_shards_and_from_files(tmp_path: Path, monkeypat
         assert {file.suffix for file in folder.iterdir()} == {".safetensors"}  # and no pickle
         assert parallel.saved_shapes(folder) == {name: tensor.shape for name, tensor in TENSORS.items()}
         found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-        parallel.load_sharded(folder, found)
+        parallel.load_tensors(folder, found)
         assert all(found[name].equal(tensor) for name, tensor in TENSORS.items())
 
 

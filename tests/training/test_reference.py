@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from serve_parts import serving
 from small_run import SmallRuns, abacus_words, llama_folder
 from torch import Tensor
-from train_parts import full_logprobs, make_groups, tiny_decoder
+from train_parts import full_logprobs, make_adamw, make_groups, tiny_decoder
 
 from assay.algos import Scorers, make_algorithm
 from assay.config import TrainConfig
@@ -19,7 +19,6 @@ from assay.models import Lora, load_model, save_model
 from assay.models.lora import adapted_layers
 from assay.runs.rollouts import read_rollouts
 from assay.training.learner.learner import set_reference
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
 from assay.types import Rollout
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small_run import SmallRuns
-from train_parts import make_groups, tiny_decoder, weights_of
+from train_parts import make_adamw, make_groups, tiny_decoder, weights_of
 
 from assay.algos import make_algorithm
 from assay.build.run import new_run
@@ -25,7 +25,7 @@ from assay.runs.trackers import Callback, as_callback, notify
 from assay.text import char_tokenizer
 from assay.training import run as train_run
 from assay.training.checkpoint import load_optimizer, read_state, save
-from assay.training.learner.optim import make_adamw, make_optimizer
+from assay.training.learner.optim import make_optimizer
 from assay.training.learner.update import Updater
 from assay.training.progress import Stopped
 from assay.training.run import GC_THRESHOLD, TrainingRun, gc_threshold

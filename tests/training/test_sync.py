@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from serve_parts import byte_tokenizer
 from small_run import SmallRuns
 from sync_parts import LR, Learning
-from train_parts import tiny_decoder
+from train_parts import make_adamw, tiny_decoder
 
 from assay.config import EngineConfig, ServerConfig
 from assay.engine import make_engine
@@ -28,7 +28,6 @@ from assay.models import HFModel, Lora, PolicyModel
 from assay.models.base import digests, fingerprint
 from assay.runs import checkpoints
 from assay.training import sync
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
 from assay.training.parallel import parallelise
 from assay.training.run import TrainingRun

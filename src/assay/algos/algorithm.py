@@ -34,7 +34,7 @@ from assay.algos.component import (
     sums_of,
     token_weights,
 )
-from assay.algos.credit import AdvantageCredit, CreditRule, CriticCredit, RewardKL
+from assay.algos.credit import AdvantageCredit, CreditRule, CriticCredit, RewardKL, all_rollouts
 from assay.algos.terms import TERMS
 from assay.config import AlgoConfig, CriticConfig
 from assay.config.algorithm import OverlongConfig, PassRateConfig
@@ -61,7 +61,7 @@ class OverlongFilter(Component[OverlongConfig]):
             return
         if limits.max_new_tokens < 1:
             raise UserError("algo.soft_overlong_buffer is a fraction of sampling.max_new_tokens: set that.")
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
+        for rollout in all_rollouts(groups):
             limit = limits.max_new_tokens
             if limits.max_length:
                 limit = min(limit, limits.max_length - sum(len(turn.context_ids) for turn in rollout.turns))
@@ -71,7 +71,7 @@ class OverlongFilter(Component[OverlongConfig]):
     def mask(self, groups: list[Group]) -> None:
         """Exclude truncated rollouts from the loss; their rewards still count in the baseline."""
         if self.settings.mask_overlong:
-            for rollout in (rollout for group in groups for rollout in group.rollouts):
+            for rollout in all_rollouts(groups):
                 rollout.masked = rollout.masked or rollout.truncated
 
 
@@ -301,7 +301,7 @@ class Algorithm:
 
     def _shape_rewards(self, groups: list[Group]) -> None:
         """Set the reward of each rollout; mask rollouts that the judge or the environment failed to judge."""
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
+        for rollout in all_rollouts(groups):
             assert rollout.verdict is not None, f"rollout {rollout.sample} of {rollout.prompt.id} was not judged"
             rollout.reward = rollout.verdict.reward
             rollout.masked = rollout.masked or rollout.failed

@@ -55,11 +55,6 @@ class Sums:
             largest={key: torch.maximum(value, other.largest[key]) for key, value in self.largest.items()},
         )
 
-    def __radd__(self, start: int) -> Sums:
-        """Lets the built-in sum() start from 0."""
-        assert start == 0
-        return self
-
     def and_loss(self, key: str, value: Tensor) -> Sums:
         """A copy with one more loss, added to the total."""
         value = value.detach().to(self.tokens.dtype)

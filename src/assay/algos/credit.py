@@ -21,16 +21,7 @@ from assay.algos.advantages import (
     set_advantages,
     token_rewards,
 )
-from assay.algos.component import (
-    Component,
-    Loader,
-    Needs,
-    RunFacts,
-    Scorers,
-    TokenInput,
-    call_user_code,
-    find_function,
-)
+from assay.algos.component import Component, Loader, Needs, RunFacts, Scorers, TokenInput, call_user_code, find_function
 from assay.config import AlgoConfig, CriticConfig
 from assay.config.algorithm import RewardKLConfig
 from assay.types import Group, Rollout, UserError, describe_error, plural

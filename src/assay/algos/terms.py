@@ -11,7 +11,6 @@ update. A policy loss returns one loss per token and a dict of per-token statist
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -64,26 +63,12 @@ def sequence_logprobs(logprobs: Tensor, behaviour_logprobs: Tensor, lengths: Seq
     return behaviour_logprobs + log_ratio + (logprobs - logprobs.detach())
 
 
-def importance_correction(
-    mode: str, trainer_logprobs: Tensor, engine_logprobs: Tensor, low: float, high: float, lengths: Sequence[int] | None
-) -> tuple[Tensor, Tensor]:
-    """Importance weight of each token (trainer / engine probability), and whether it was outside of [low, high].
+class ImportanceCorrection(Component[ImportanceConfig]):
+    """Weights tokens by the ratio of trainer and engine probability.
 
     - "token_*": ratio per token; "sequence_*": ratio of the whole sequence, the product over its tokens.
-    - "*_truncate" (TIS): clamped to [low, high]; "*_mask" (MIS): 0 outside of [low, high].
+    - "*_truncate" (TIS): clamped to the bounds; "*_mask" (MIS): 0 outside of them.
     """
-    log_ratio = (trainer_logprobs - engine_logprobs).detach()
-    if mode.startswith("sequence"):
-        assert lengths is not None, "a correction per sequence needs `lengths`"
-        log_ratio = over_sequences(log_ratio, lengths, torch.sum)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    outside = (ratio < low) | (ratio > high)
-    weight = ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
-    return weight, outside
-
-
-class ImportanceCorrection(Component[ImportanceConfig]):
-    """Weights tokens by the ratio of trainer and engine probability, truncated or masked (TIS, MIS)."""
 
     @property
     def needs(self) -> Needs:
@@ -101,14 +86,17 @@ class ImportanceCorrection(Component[ImportanceConfig]):
             yield "algo.correction is not set", ["algo.correction_low", "algo.correction_high"]
 
     def apply(self, losses_N: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        mode = self.settings.correction
+        mode, low, high = self.settings.correction, self.settings.correction_low, self.settings.correction_high
         if mode is None:
             return losses_N, {}
         assert batch.engine_logprobs is not None, "needs.trainer_logprobs"
-        bounds = self.settings.correction_low, self.settings.correction_high
-        weight, outside = importance_correction(
-            mode, batch.behaviour_logprobs, batch.engine_logprobs, *bounds, batch.lengths
-        )
+        log_ratio = (batch.behaviour_logprobs - batch.engine_logprobs).detach()
+        if mode.startswith("sequence"):
+            assert batch.lengths is not None, "needs.whole_sequences"
+            log_ratio = over_sequences(log_ratio, batch.lengths, torch.sum)
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        outside = (ratio < low) | (ratio > high)
+        weight = ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
         return weight * losses_N, {"mismatch/weight": weight, "mismatch/held_fraction": outside}
 
 
@@ -171,39 +159,11 @@ ON_POLICY = ("reinforce",)  # losses without a ratio, which assume samples of th
 MASK = "cov_mask"
 
 
-def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Contribution of each token to the covariance of log-probability and advantage (arXiv 2505.22617)."""
-    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
-
-
-def kl_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, high: float) -> Tensor:
-    """The `fraction` of tokens (at least one) with the largest covariance, as a mask. The bounds are Clip-Cov's."""
-    mask = torch.zeros(len(logprobs), dtype=torch.bool)
-    if len(logprobs):
-        count = max(int(fraction * len(logprobs)), 1)
-        mask[covariances(logprobs, advantages).topk(count).indices] = True
-    return mask
-
-
-def clip_cov(logprobs: Tensor, advantages: Tensor, fraction: float, low: float, high: float) -> Tensor:
-    """A `fraction` of all tokens (at least one), drawn from those with a covariance within [low, high], as a mask.
-
-    The draw depends on the number of tokens, not on their order: a resumed run repeats it.
-    """
-    mask = torch.zeros(len(logprobs), dtype=torch.bool)
-    values = covariances(logprobs, advantages) if len(logprobs) else logprobs
-    within = ((values >= low) & (values <= high)).nonzero().squeeze(1)
-    within = within[values[within].argsort()]
-    order = torch.randperm(len(within), generator=torch.Generator().manual_seed(len(logprobs)))
-    mask[within[order[: max(int(fraction * len(logprobs)), 1)]]] = True
-    return mask
-
-
-SELECTIONS = {"kl_cov": kl_cov, "clip_cov": clip_cov}
-
-
 class CovarianceControl(Component[CovarianceConfig]):
-    """Applies a KL penalty to the selected tokens of an optimizer step (kl_cov), or masks their loss (clip_cov)."""
+    """Applies a KL penalty to the selected tokens of an optimizer step (kl_cov), or masks their loss (clip_cov).
+
+    Tokens are selected by their contribution to the covariance of log-probability and advantage (arXiv 2505.22617).
+    """
 
     @property
     def needs(self) -> Needs:
@@ -223,12 +183,24 @@ class CovarianceControl(Component[CovarianceConfig]):
             yield "with one update per batch all ratios are 1 (try algo.updates = 4)", ["algo.cov"]
 
     def select(self, rows: Sequence[TokenRow]) -> list[list[float]]:
-        """1 for each selected token of an optimizer step, else 0."""
-        assert self.settings.cov is not None
+        """1 for each selected token of an optimizer step, else 0: a fraction of all tokens, at least one.
+
+        "kl_cov" selects those with the largest covariance. "clip_cov" draws from those with a covariance within the
+        bounds; the draw depends on the number of tokens, not on their order, so that a resumed run repeats it.
+        """
+        settings = self.settings
         logprobs = torch.tensor([*chain.from_iterable(row.sampled_logprobs for row in rows)], dtype=torch.float64)
         advantages = torch.tensor([*chain.from_iterable(row.token_advantages for row in rows)], dtype=torch.float64)
-        bounds = self.settings.cov_fraction, self.settings.cov_low, self.settings.cov_high
-        mask = SELECTIONS[self.settings.cov](logprobs, advantages, *bounds).double()
+        covariances = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+        total, count = len(logprobs), max(int(settings.cov_fraction * len(logprobs)), 1)
+        if settings.cov == "kl_cov":
+            selected = covariances.topk(min(count, total)).indices
+        else:
+            within = ((covariances >= settings.cov_low) & (covariances <= settings.cov_high)).nonzero().squeeze(1)
+            within = within[covariances[within].argsort()]
+            selected = within[torch.randperm(len(within), generator=torch.Generator().manual_seed(total))[:count]]
+        mask = torch.zeros_like(covariances)
+        mask[selected] = 1.0
         return [part.tolist() for part in mask.split([len(row.token_advantages) for row in rows])]
 
     def apply(self, losses_N: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -355,35 +327,31 @@ class ReferenceKL(LossTerm[ReferenceKLConfig]):
         return TermOutput(kl_N, {"policy/kl": kl_N})
 
 
-@dataclass(frozen=True)
-class EntropyControl:
-    """Coefficient of an entropy bonus that grows while the entropy is below a target and shrinks above it."""
-
-    coef: float
-    entropy: float | None = None  # last measured
-
-    def applied(self, target: float) -> float:
-        """The coefficient in use: 0 while entropy is above the target."""
-        return self.coef if self.entropy is None or self.entropy <= target else 0.0
-
-    def after(self, entropy: float, target: float, delta: float) -> EntropyControl:
-        coef = self.coef + delta if entropy <= target else self.coef - delta
-        return EntropyControl(min(max(coef, 0.0), MAX_COEF), entropy)
-
-
 class EntropyBonus(LossTerm[EntropyConfig]):
-    """Always part of the loss, because the entropy is always logged."""
+    """Always part of the loss, because the entropy is always logged.
+
+    With a target, the coefficient grows while the entropy is at most the target and shrinks above it, where it is not
+    applied.
+    """
 
     name, section = "entropy", EntropyConfig
 
     def __init__(self, settings: EntropyConfig, load: Loader) -> None:
         super().__init__(settings, load)
-        self.control = EntropyControl(settings.entropy_coef)
+        self.adapted = settings.entropy_coef  # the coefficient for a target
+        self.measured: float | None = None  # entropy of the last step
+
+    @property
+    def applied(self) -> float:
+        """Weight of the bonus."""
+        target = self.settings.entropy_target
+        if target is None:
+            return self.settings.entropy_coef
+        return self.adapted if self.measured is None or self.measured <= target else 0.0
 
     @property
     def coef(self) -> float:
-        target = self.settings.entropy_target
-        return -(self.settings.entropy_coef if target is None else self.control.applied(target))
+        return -self.applied
 
     @property
     def needs(self) -> Needs:
@@ -404,20 +372,17 @@ class EntropyBonus(LossTerm[EntropyConfig]):
         target = self.settings.entropy_target
         if target is None or "policy/entropy" not in metrics:
             return {}
-        used = self.control.applied(target)
-        self.control = self.control.after(metrics["policy/entropy"], target, self.settings.entropy_delta)
+        used, self.measured = self.applied, metrics["policy/entropy"]
+        change = self.settings.entropy_delta if self.measured <= target else -self.settings.entropy_delta
+        self.adapted = min(max(self.adapted + change, 0.0), MAX_COEF)
         return {"policy/entropy_coef": used}
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.settings.entropy_target is None else asdict(self.control)
+        return {} if self.settings.entropy_target is None else {"coef": self.adapted, "entropy": self.measured}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.control = EntropyControl(**state)
+        self.adapted, self.measured = state["coef"], state["entropy"]
 
 
 # In the order of the sum, which is fixed because floating-point addition is not associative.
-TERMS: tuple[type[LossTerm[Any]], ...] = (
-    PolicyGradient,
-    ReferenceKL,
-    EntropyBonus,
-)
+TERMS: tuple[type[LossTerm[Any]], ...] = (PolicyGradient, ReferenceKL, EntropyBonus)

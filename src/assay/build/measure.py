@@ -239,7 +239,7 @@ def measure(
     with collector.judge:
         report, groups = evaluate(collector, prompts, params, cfg.seed)
     warn_of_failures(model, groups, console)
-    if cause := truncated_evaluation(float(report.truncated.mean()), params.max_new_tokens):
+    if cause := truncated_evaluation(report.truncated, params.max_new_tokens):
         console.warn(f"{model}: {cause}")
     if isinstance(engine, OpenAIEngine):
         console.note(f"{model}: {engine.usage}")

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Condition, Thread
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 from assay.rewards import Judge
 from assay.rewards.judge import judge_safely, judged_fields
@@ -21,7 +16,6 @@ from assay.system.awaiting import attempt, is_async, resolve, then
 from assay.tasks.base import UNLIMITED, LazyPrompts, Task, check_split, is_message, stable_hash
 from assay.types import MAX_REWARD, Message, Prompt, Status, UserError, Verdict, describe_user_error, is_valid_reward
 
-T = TypeVar("T")
 Observation = str | Sequence[Message]
 Info = dict[str, Any]
 Step = tuple[Observation, float, bool, bool, Info]  # observation, reward, terminated, truncated, info
@@ -356,82 +350,3 @@ def check_attributes(env: Env) -> Env:
         if not holds:
             raise UserError(f"{env.name}: {sentence}, not {getattr(env, sentence.split()[0])!r:.80}")
     return env
-
-
-def run_in_thread(work: Callable[[], T]) -> Future[T]:
-    """Start work in a new thread.
-
-    A thread cannot be killed: one that hangs is abandoned, and does not prevent the program from exiting.
-    """
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, name="assay-env", daemon=True).start()
-    return future
-
-
-def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns; raise TimeoutError after `seconds` (0: no limit)."""
-    if not seconds:
-        return work()
-    future = run_in_thread(work)
-    if not wait([future], seconds).done:
-        raise TimeoutError(f"took longer than {seconds:g} s")
-    return future.result()
-
-
-class Watchdog(Thread):
-    """Warns about blocks that take too long. One thread for all: a timer for each would cost more than a short step."""
-
-    def __init__(self) -> None:
-        super().__init__(name="assay-watchdog", daemon=True)
-        self.blocks: dict[object, tuple[float, str]] = {}  # running ones: when to warn, and the text
-        self.changed = Condition()
-        self.wakes_at = 0.0
-
-    def run(self) -> None:
-        while True:
-            with self.changed:
-                now = time.monotonic()
-                late = [key for key, (when, _) in self.blocks.items() if when <= now]
-                texts = [self.blocks.pop(key)[1] for key in late]
-                self.wakes_at = min((when for when, _ in self.blocks.values()), default=math.inf)
-                if not texts:
-                    self.changed.wait(None if self.wakes_at == math.inf else self.wakes_at - now)
-            for text in texts:
-                warnings.warn(text, stacklevel=1)
-
-    def add(self, key: object, seconds: float, text: str) -> None:
-        with self.changed:
-            when = time.monotonic() + seconds
-            self.blocks[key] = (when, text)
-            if when < self.wakes_at:
-                self.changed.notify()
-
-    def remove(self, key: object) -> None:
-        with self.changed:
-            self.blocks.pop(key, None)
-
-
-_watchdog = Watchdog()
-
-
-@contextmanager
-def warn_after(seconds: float, text: str) -> Iterator[None]:
-    """Issue a warning if the block is still running after `seconds`; the block continues."""
-    global _watchdog
-    if not _watchdog.is_alive():  # the first block of this process
-        _watchdog = Watchdog()
-        _watchdog.start()
-    watchdog, key = _watchdog, object()
-    watchdog.add(key, seconds, text)
-    try:
-        yield
-    finally:
-        watchdog.remove(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,102 +14,92 @@ from assay.evals.stats import Paired, bootstrap, majority_at_k, paired_test, pas
 from assay.rollout import Collector
 from assay.types import TASK_LABEL, Group, Prompt, Status
 
-Outcome = tuple[Status, str | None, int, bool, float]  # status, parsed answer, number of tokens, truncated, reward
 READABLE = (Status.OK, Status.WRONG)  # the answer has the required format
 MAX_ANSWERS = 4096  # held in memory at the same time
 
 
-@dataclass(frozen=True)
+class AnswerOutcome(NamedTuple):
+    """What an evaluation keeps of an answer."""
+
+    status: Status
+    parsed: str | None
+    length: int  # in tokens
+    truncated: bool
+    reward: float
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> AnswerOutcome:
+        """From a line of an evaluation file of a run."""
+        verdict = line["verdict"]
+        return cls(Status(verdict["status"]), verdict["parsed"], line["length"], line["truncated"], verdict["reward"])
+
+
+@dataclass
 class Report:
     """Outcomes of Q questions with n answers per question."""
 
     ids: list[str]
-    correct: np.ndarray  # [Q, n] bool
-    parsed: list[list[str | None]]
-    statuses: list[list[Status]]
-    lengths: np.ndarray  # [Q, n] tokens
-    truncated: np.ndarray  # [Q, n] bool
-    rewards: np.ndarray  # [Q, n]
-    tasks: list[str] = field(default_factory=list)  # label of each question's task, if several tasks are mixed
+    outcomes: list[list[AnswerOutcome]]  # [Q][n]
+    tasks: list[str]  # label of each question's task, if several tasks are mixed; else empty texts
+    correct: np.ndarray = field(init=False)  # [Q, n] bool
+
+    def __post_init__(self) -> None:
+        """Raises a ValueError if the questions have different numbers of answers."""
+        self.correct = np.array([[answer.status is Status.OK for answer in row] for row in self.outcomes], dtype=bool)
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Report:
+        judged = [[(r, r.verdict) for r in group.rollouts if r.verdict is not None] for group in groups]
         outcomes = [
-            [
-                (v.status, v.parsed, r.length, r.truncated, v.reward)
-                for r in group.rollouts
-                if (v := r.verdict) is not None
-            ]
-            for group in groups
+            [AnswerOutcome(v.status, v.parsed, r.length, r.truncated, v.reward) for r, v in row] for row in judged
         ]
         tasks = [str(group.prompt.fields.get(TASK_LABEL, "")) for group in groups]
-        return cls._from([group.prompt.id for group in groups], outcomes, tasks)
+        return cls([group.prompt.id for group in groups], outcomes, tasks)
 
     @classmethod
     def read(cls, lines: Sequence[Mapping[str, Any]]) -> Report:
         """Build a report from the lines of an evaluation file of a run."""
-        outcomes: dict[int, list[Outcome]] = {}
-        ids: dict[int, str] = {}
-        tasks: dict[int, str] = {}
+        groups: dict[int, list[Mapping[str, Any]]] = {}
         for line in lines:
-            verdict, group = line["verdict"], line["group"]  # not by id: rows of a user's file may share an id
-            outcome = (
-                Status(verdict["status"]),
-                verdict["parsed"],
-                line["length"],
-                line["truncated"],
-                verdict["reward"],
-            )
-            outcomes.setdefault(group, []).append(outcome)
-            ids[group] = line["prompt_id"]
-            tasks[group] = line.get("task", "")
-        return cls._from(list(ids.values()), list(outcomes.values()), list(tasks.values()))
-
-    @classmethod
-    def _from(cls, ids: list[str], outcomes: list[list[Outcome]], tasks: list[str]) -> Report:
-        return cls(
-            ids=ids,
-            correct=np.array([[status is Status.OK for status, *_ in row] for row in outcomes], dtype=bool),
-            parsed=[[parsed for _, parsed, *_ in row] for row in outcomes],
-            statuses=[[status for status, *_ in row] for row in outcomes],
-            lengths=np.array([[length for _, _, length, *_ in row] for row in outcomes]),
-            truncated=np.array([[truncated for *_, truncated, _ in row] for row in outcomes], dtype=bool),
-            rewards=np.array([[reward for *_, reward in row] for row in outcomes], dtype=float),
-            tasks=tasks if any(tasks) else [],
-        )
+            groups.setdefault(line["group"], []).append(line)  # not by id: rows of a user's file may share an id
+        outcomes = [list(map(AnswerOutcome.read, group)) for group in groups.values()]
+        first = [group[0] for group in groups.values()]
+        return cls([line["prompt_id"] for line in first], outcomes, [line.get("task", "") for line in first])
 
     @property
     def accuracy(self) -> float:
         return float(self.correct.mean())
 
     @property
-    def ci95(self) -> tuple[float, float]:
-        """Wilson interval for one answer per question; otherwise a bootstrap over questions."""
-        return interval(self.correct.mean(axis=1))
+    def truncated(self) -> float:
+        """Fraction of answers that were cut off."""
+        return float(np.mean([answer.truncated for row in self.outcomes for answer in row]))
 
     def summary(self) -> dict[str, Any]:
         questions, samples = self.correct.shape
-        flat = [status for row in self.statuses for status in row]
+        answers = [answer for row in self.outcomes for answer in row]
+        statuses = Counter(answer.status for answer in answers)
         summary: dict[str, Any] = {
             "accuracy": self.accuracy,
-            "ci95": list(self.ci95),
+            "ci95": list(interval(self.correct.mean(axis=1))),
             "n": questions,
             "samples": samples,
-            "reward": float(self.rewards.mean()),
-            "mean_length": float(self.lengths.mean()),
-            "truncated": float(self.truncated.mean()),
-            "format": sum(status in READABLE for status in flat) / len(flat),
-            "statuses": {str(status): count for status, count in sorted(Counter(flat).items())},
+            "reward": float(np.mean([answer.reward for answer in answers])),
+            "mean_length": float(np.mean([answer.length for answer in answers])),
+            "truncated": self.truncated,
+            "format": sum(statuses[status] for status in READABLE) / len(answers),
+            "statuses": {str(status): count for status, count in sorted(statuses.items())},
         }
-        if self.tasks:
+        if any(self.tasks):
             summary["by_task"] = {task: self._summary_of(task) for task in dict.fromkeys(self.tasks)}
         if samples > 1:
             ks = range(1, samples + 1)
             passed = {str(k): pass_at_k_values(self.correct, k) for k in ks}
             summary["pass_at_k"] = {k: float(values.mean()) for k, values in passed.items()}
             summary["pass_at_k_ci95"] = {k: list(interval(values)) for k, values in passed.items()}
-        if samples > 1 and any(answer is not None for row in self.parsed for answer in row):
-            summary["majority_at_k"] = {str(k): majority_at_k(self.parsed, self.correct, k) for k in ks}
+        if samples > 1 and any(answer.parsed is not None for answer in answers):
+            parsed = [[answer.parsed for answer in row] for row in self.outcomes]
+            summary["majority_at_k"] = {str(k): majority_at_k(parsed, self.correct, k) for k in ks}
         return summary
 
     def _summary_of(self, task: str) -> dict[str, Any]:

@@ -163,13 +163,10 @@ def assemble(text: str, prefix: str, names: Sequence[str], form: str) -> str:
     """Return the whole program: with what comes before its functions in the prefix, or with all of the prefix."""
     if not prefix or (form != "continuation" and not names):
         return text
-    defined = [definition_of(name).search(text) for name in names]
-    if form != "continuation" or any(defined):
-        if any(defined):
-            start = min((match.start() for name in names if (match := definition_of(name).search(prefix))), default=0)
-            return f"{prefix[:start]}\n{text}"
-        return f"{prefix}\n{_indented(text)}"
-    return prefix + text
+    if any(definition_of(name).search(text) for name in names):
+        start = min((match.start() for name in names if (match := definition_of(name).search(prefix))), default=0)
+        return f"{prefix[:start]}\n{text}"
+    return prefix + text if form == "continuation" else f"{prefix}\n{_indented(text)}"
 
 
 def definition_of(name: str) -> re.Pattern[str]:

@@ -185,11 +185,6 @@ class RewardMix(SeveralJudges):
         if self.format_pattern is not None:
             _compiled(self.format_pattern)
 
-    def __call__(self, completion: str, answer: str, fields: Mapping[str, Any]) -> Any:
-        if self.names:
-            return super().__call__(completion, answer, fields)
-        return then(self.judge(completion, answer, fields), lambda verdict: self.shape(verdict, completion))
-
     def judge_group(self, completions: Sequence[str], answer: str, fields: Mapping[str, Any]) -> Any:
         by_judge = together([judge_group(judge, completions, answer, fields) for judge in (self.judge, *self.others)])
         return then(by_judge, lambda by_judge: list(map(self._sum, completions, *by_judge)))

@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import threading
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from assay.rewards.judge import (
 from assay.system.awaiting import resolve, then, together
 from assay.system.sandbox import Level, WorkerSettings, environment
 from assay.system.spawn import BadMessage
+from assay.system.threads import warn_after
 from assay.system.worker_pool import ItemFailure, StartFailed, WorkerPool
 from assay.types import Closeable, Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
 
@@ -151,13 +150,8 @@ class JudgePool(Judging):
         """Judge in this process, where nothing can end a judge that takes too long: there is a warning instead."""
         text = f"judging takes longer than {self._timeout_s:g} s per answer; in this process, nothing can end it"
         limit_s = self._timeout_s * sum(len(texts) for texts, *_ in groups)
-        timer = threading.Timer(limit_s, warnings.warn, [f"{text}: make the reward function faster"])
-        timer.daemon = True
-        timer.start()
-        try:
+        with warn_after(limit_s, f"{text}: make the reward function faster"):
             return resolve(together([judge_group_safely(self._judge, *group) for group in groups]))
-        finally:
-            timer.cancel()
 
     def close(self) -> None:
         """End the workers. Calls of `judge` that still wait in other threads fail."""

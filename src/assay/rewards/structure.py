@@ -348,7 +348,8 @@ def _inequality(text: str, strict: bool) -> RealSet | None:
     r"""Parse "x < 1", "-x > -1" or "1 \le x < 3", with a variable or a function value alone on one side."""
     sides = [part.strip() for part in _RELATION.split(text)]
     relations, sides = sides[1::2], sides[::2]
-    named = [position for position, side in enumerate(sides) if _is_variable(side.removeprefix("-").strip())]
+    names = [side.removeprefix("-").strip() for side in sides]
+    named = [i for i, name in enumerate(names) if VARIABLE.fullmatch(name) or is_function_value(name)]
     if not 2 <= len(sides) <= 3 or len(named) != 1 or (len(sides) == 3 and named != [1]):
         return None
     position, total = named[0], None
@@ -360,14 +361,10 @@ def _inequality(text: str, strict: bool) -> RealSet | None:
         if bound is None:
             return None
         mirrored = (other < position) != negated
-        variable = sides[position].removeprefix("-").strip()
-        part = _half_line(_MIRRORED[relation] if mirrored else relation, -bound if negated else bound, variable)
+        relation = _MIRRORED[relation] if mirrored else relation
+        part = _half_line(relation, -bound if negated else bound, names[position])
         total = part if total is None else total & part
     return total
-
-
-def _is_variable(text: str) -> bool:
-    return VARIABLE.fullmatch(text) is not None or is_function_value(text)
 
 
 def _number(text: str, strict: bool) -> Number | None:

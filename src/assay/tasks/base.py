@@ -254,7 +254,7 @@ def carve_validation(n: int, size: int, seed: int) -> tuple[list[int], list[int]
     return sorted(shuffled[size:]), shuffled[:size]
 
 
-def seeded_shuffle(n: int, seed: int) -> list[int]:
+def seeded_shuffle(n: int, seed: int | str) -> list[int]:
     shuffled = list(range(n))
     random.Random(seed).shuffle(shuffled)
     return shuffled

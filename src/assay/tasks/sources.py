@@ -322,9 +322,8 @@ class RowTask(Task):
         if split == "test" or (split == "validation" and rows is not None):
             return [(row, split) for row in self._present(rows, split)]
         pool = self._present(rows if split == "train" else self.source.read("train"), split)
-        if split == "train" and self.source.read("validation") is not None:
-            return [(row, split) for row in pool]
-        return [(row, "train") for row in self._carved(pool, self._held_out(len(pool)))[split == "validation"]]
+        size = 0 if self.source.read("validation") is not None else self._held_out(len(pool))
+        return [(row, "train") for row in self._carved(pool, size)[split == "validation"]]
 
     def _part_of_whole(self, split: str) -> list[DataRow]:
         """Return the part of a source without splits: first test, then validation of the rest, then train."""

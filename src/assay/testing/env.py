@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from assay.envs.base import Env, Observation, Step, is_masked, run_with_timeout, validate_step
+from assay.envs.base import Env, Observation, Step, is_masked, validate_step
 from assay.system.awaiting import resolve
+from assay.system.threads import run_with_timeout
 from assay.tasks.base import SPLITS, NoSuchSplit, overlap
 from assay.types import Prompt, UserError, describe_error, plural
 

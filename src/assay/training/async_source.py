@@ -179,11 +179,9 @@ class AsyncSource(OnPolicySource):
 
     def next(self, state: RunState) -> SampledGroups:
         """Wait for the groups of a batch, and start the groups of later batches."""
-        if self.stopping:
-            self.stopping.check()
+        self.stopping.check()
         outcome = self.collector.mesh.on_main(lambda: self._next(state))
         if outcome is None:
-            assert self.stopping is not None
             self.stopping.check()
             raise RuntimeError("sampling was interrupted without a stop request")
         sampled, state.answers, state.tokens, self.prompts.cursor = outcome
@@ -215,9 +213,7 @@ class AsyncSource(OnPolicySource):
             if not self.stream.sampling:
                 break
             started = time.perf_counter()
-            if self.stopping is None:
-                self._receive()
-            elif self.stopping.interruptible(self._receive) is None:
+            if self.stopping.interruptible(self._receive) is None:
                 raise Interrupted
             self._activity.waited_s += time.perf_counter() - started
         self._ready.sort(key=lambda pair: (pair[0].version, pair[0].number))

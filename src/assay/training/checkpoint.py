@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from assay.mesh import Mesh, reshard
@@ -28,7 +27,7 @@ from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.text import Tokenizer
 from assay.training.learner.critic import Critic
 from assay.training.learner.optim import allocate_optimizer_state, optimizer_tensors
-from assay.training.parallel import check_replicas, is_sharded, load_sharded, save_sharded, saved_shapes
+from assay.training.parallel import check_replicas, is_sharded, load_tensors, save_sharded, saved_shapes
 from assay.training.sources import ReplayBuffer
 from assay.types import Group, UserError
 
@@ -157,15 +156,9 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
     """Restore the optimizer state by parameter name. Each rank reads the shards that it needs."""
     reshard(policy)
     folder = checkpoints.folder(run_path, step)
-    allocate = partial(allocate_optimizer_state, policy.named_parameters(), optimizer)
-    if (folder / PARTS).is_dir() or is_sharded(policy):
-        source = folder / PARTS if (folder / PARTS).is_dir() else folder
-        if tensors := allocate(saved_shapes(source)):
-            load_sharded(source, tensors)
-        return
-    saved = {name: value for file in folder.glob(f"{WHOLE}*.safetensors") for name, value in load_file(file).items()}
-    for name, tensor in allocate({name: value.shape for name, value in saved.items()}).items():
-        tensor.copy_(saved[name])
+    source = folder / PARTS if (folder / PARTS).is_dir() else folder
+    if tensors := allocate_optimizer_state(policy.named_parameters(), optimizer, saved_shapes(source)):
+        load_tensors(source, tensors)
 
 
 def files_of(tensors: dict[str, Tensor], folder: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:

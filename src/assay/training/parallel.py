@@ -293,7 +293,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     return {name: entry.size for name, entry in metadata.items()}  # type: ignore[union-attr]
 
 
-def load_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
+def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill full or sharded tensors from any saved layout. Each rank reads what it needs, without collectives."""
     import torch.distributed.checkpoint as dcp
 

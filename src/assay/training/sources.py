@@ -14,7 +14,7 @@ from assay.config import ReplayConfig, TrainConfig
 from assay.rollout import Collector, sampling_params
 from assay.runs.files import read_json, write_json
 from assay.runs.rollouts import read_rollouts, rollout_path, write_rollouts
-from assay.tasks.base import LazyPrompts
+from assay.tasks.base import LazyPrompts, seeded_shuffle
 from assay.training.progress import RunState, Schedule, Stopping
 from assay.types import Group, Prompt, Rollout, UserError, plural
 
@@ -44,15 +44,10 @@ class PromptStream:
         """The prompt at this position of the stream."""
         epoch, position = divmod(index, len(self.prompts))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._epoch_order(epoch)
+            size = len(self.prompts)
+            self._order = seeded_shuffle(size, f"{self.seed}/{epoch}") if self._shuffles else range(size)
+            self._epoch = epoch
         return self.prompts[self._order[position]]
-
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
-        if not self._shuffles:
-            return range(len(self.prompts))
-        order = list(range(len(self.prompts)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
 
 
 @dataclass
@@ -82,7 +77,7 @@ class OnPolicySource:
     collector: Collector
     prompts: PromptStream
     schedule: Schedule
-    stopping: Stopping | None = None
+    stopping: Stopping = field(default_factory=lambda: Stopping(grace_s=0.0))
 
     def __post_init__(self) -> None:
         self.seed, self.prompts_per_step = self.cfg.seed, self.cfg.train.prompts
@@ -92,8 +87,7 @@ class OnPolicySource:
 
     def next(self, state: RunState) -> SampledGroups:
         """The groups of a step. Adds the sampled tokens and answers to the state of the run."""
-        if self.stopping:
-            self.stopping.check()
+        self.stopping.check()
         self.collector.engine.reset_prefix_cache()  # as in a resumed run, which has no cached prompts
         self.collector.seconds.clear()
         self._seen = Counter()

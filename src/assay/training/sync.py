@@ -77,13 +77,10 @@ def as_served_by(engine: BaseEngine, policy: PolicyModel) -> tuple[Iterable[tupl
 
 def differing_weights(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Names of the first weights that differ, in the order of the trainer."""
-    differing = [name for name, text in ours.items() if theirs.get(name) != text]
-    extra = [name for name in theirs if name not in ours]
-    names = [*differing, *extra]
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not names:
         return "no single weight differs"
-    kinds = {True: " (missing in the engine)", False: ""}
-    shown = [name + kinds[name in ours and name not in theirs] for name in names[:SHOWN]]
+    shown = [name if name in theirs else f"{name} (missing in the engine)" for name in names[:SHOWN]]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{plural(len(names), 'weight')} of {len(ours)}: {', '.join(shown)}{more}"
 
@@ -206,14 +203,6 @@ def trainer_scores(updater: Updater, sequences: Sequence[Sequence[int]]) -> np.n
     return np.concatenate([np.array(row_scores) for row_scores in scorer.scores(rows, NEUTRAL, "trainer")])
 
 
-def engine_scores(engine: BaseEngine, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """Log-probabilities of the engine, or of each of its servers, by name."""
-    scores = engine.score_each(sequences).items()
-    return {
-        name: np.concatenate([np.array(row, dtype=float) for row in server_scores]) for name, server_scores in scores
-    }
-
-
 @dataclass(frozen=True)
 class ProbeStart:
     """The probe before training."""
@@ -266,7 +255,10 @@ class WeightSync:
         trainer, rounding = self._trainer_scores()
         if not np.isfinite(trainer).all():
             return {}  # training has diverged, which other checks report
-        by_server = engine_scores(self.engine, self.sequences)
+        scores = self.engine.score_each(self.sequences)  # of the engine, or of each of its servers, by name
+        by_server = {
+            name: np.concatenate([np.array(row, dtype=float) for row in rows]) for name, rows in scores.items()
+        }
         gaps = {name: rms_gap(engine, trainer) for name, engine in by_server.items()}
         if version == 0 or self.start is None:
             self._check_gaps(version, trainer, by_server, max(START_LIMIT * rounding, START_FLOOR))

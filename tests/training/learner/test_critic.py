@@ -10,7 +10,7 @@ from learner_parts import credit, critic
 from safetensors.torch import load_file, save_file
 from small_run import SmallRuns
 from torch import Tensor
-from train_parts import cramped, gradients_of, make_groups, tiny_decoder, weights_of
+from train_parts import cramped, gradients_of, make_adamw, make_groups, tiny_decoder, weights_of
 
 from assay.algos import Scorers, make_algorithm
 from assay.algos.advantages import token_rewards
@@ -19,7 +19,6 @@ from assay.config import TrainConfig
 from assay.mesh import Mesh
 from assay.runs.rollouts import read_rollouts, write_rollouts
 from assay.training.learner.critic import Critic, make_critic
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.pack import Row, rows_of
 from assay.training.learner.update import Updater
 from assay.types import Rollout, UserError
@@ -173,7 +172,8 @@ def test_a_shared_trunk_gets_the_gradients_of_both_losses() -> None:
         own.model.head.weight.add_(0.03)
     sums = updater._accumulate(rows_of(groups, algo), algo)
     found = both_gradients(own)
-    updater._zero_grad()
+    updater.optimizer.zero_grad(set_to_none=True)
+    own.step(usable=False)
     assert all(weight.grad is None for weight in own.model.parameters())
     losses = plain_losses(own, [r for group in groups for r in group.rollouts if not r.masked])
     sum(losses.values()).backward()  # type: ignore[union-attr]

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from train_parts import SPEC, make_groups, tiny_decoder
+from train_parts import SPEC, make_adamw, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.config import SftConfig, TrainConfig
 from assay.models.spec import spec_to_hf
 from assay.text import Renderer, word_tokenizer
 from assay.training.learner.learner import SFT, Learner, WarmStart, solution_rows
-from assay.training.learner.optim import make_adamw
 from assay.training.learner.update import Updater
 from assay.training.progress import RunState, Schedule
 from assay.types import Group, Prompt, UserError

@@ -11,7 +11,7 @@ import torch
 from muon_shards import noise, train, worker
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from train_parts import SPEC, tiny_decoder
+from train_parts import SPEC, make_adamw, tiny_decoder
 
 from assay.config import OptimConfig
 from assay.training.learner import optim
@@ -66,7 +66,7 @@ def test_a_limit_of_zero_never_clips() -> None:
 def test_only_matrices_decay() -> None:
     model = tiny_decoder()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = optim.make_adamw(model, lr=0.1, weight_decay=0.5)
+    optimizer = make_adamw(model, lr=0.1, weight_decay=0.5)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -78,7 +78,7 @@ def test_only_matrices_decay() -> None:
 
 def test_a_step_equals_adamw_by_its_definition() -> None:
     model, other = tiny_decoder(), tiny_decoder()
-    ours = optim.make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
+    ours = make_adamw(model, lr=1.0, betas=(0.8, 0.9), eps=1e-6)
     theirs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, fused=False)
     optim.set_lr(ours, 0.01)
     for seed in range(3):

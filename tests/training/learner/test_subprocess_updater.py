@@ -20,7 +20,7 @@ import pytest
 import torch
 from mesh_parts import token_scores
 from small_run import SmallRuns, gpt2_folder, inject
-from train_parts import make_groups, tiny_decoder, weights_of
+from train_parts import make_adamw, make_groups, tiny_decoder, weights_of
 
 from assay.algos import Algorithm, make_algorithm
 from assay.config import TrainConfig
@@ -28,7 +28,7 @@ from assay.mesh import Mesh
 from assay.rewards.functions import load_object
 from assay.runs import checkpoints
 from assay.system.spawn import RemoteWorker, reply
-from assay.training.learner.optim import make_adamw, optimizer_tensors
+from assay.training.learner.optim import optimizer_tensors
 from assay.training.learner.subprocess_updater import (
     ALIGNMENT,
     NameUnpickler,

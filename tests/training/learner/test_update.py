@@ -15,14 +15,14 @@ import pytest
 import torch
 from learner_parts import CHANGES, LIMIT, algorithm, updater
 from torch import Tensor
-from train_parts import SPEC, cramped, full_logprobs, gradients_of, make_groups, tiny_decoder, weights_of
+from train_parts import SPEC, cramped, full_logprobs, gradients_of, make_adamw, make_groups, tiny_decoder, weights_of
 
 from assay.algos import Algorithm, Scorers, make_algorithm
 from assay.config import AlgoConfig, OptimConfig
 from assay.models.decoder import Decoder
 from assay.models.device import deterministic
 from assay.models.logprobs import LOGITS_AT_ONCE
-from assay.training.learner.optim import make_adamw, make_optimizer
+from assay.training.learner.optim import make_optimizer
 from assay.training.learner.pack import rows_of, with_step_inputs
 from assay.training.learner.update import Updater, mini_batches
 from assay.types import Group, Prompt, UserError

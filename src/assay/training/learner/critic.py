@@ -23,7 +23,7 @@ from assay.models.export import apply_umask
 from assay.models.logprobs import predictors
 from assay.training.learner.optim import allocate_optimizer_state, clip_gradients, optimizer_tensors
 from assay.training.learner.pack import MicroBatch, Row, pack, partition_rows, retry_on_oom, score_rows
-from assay.training.parallel import is_sharded, load_sharded, parallelise, sum_gradients
+from assay.training.parallel import load_tensors, parallelise, sum_gradients
 from assay.types import Group, Rollout, UserError
 
 FILE = "critic.safetensors"  # in a checkpoint: weights and optimizer state
@@ -166,16 +166,11 @@ class Critic:
         reshard(self.model)
         with safe_open(folder / FILE, "pt") as saved:
             shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
-            weights = self.model.own_parameters()
-            if any(shapes.get(name) != list(weight.shape) for name, weight in weights.items()):
-                raise UserError(f"{folder / FILE} does not fit the model: resume with the run's own model")
-            state = allocate_optimizer_state(weights.items(), self.optimizer, shapes)
-            tensors = {name: weight.detach() for name, weight in weights.items()} | state
-            if is_sharded(self.model):
-                load_sharded(folder, tensors)
-                return
-            for name, value in tensors.items():
-                value.copy_(saved.get_tensor(name))
+        weights = self.model.own_parameters()
+        if any(shapes.get(name) != list(weight.shape) for name, weight in weights.items()):
+            raise UserError(f"{folder / FILE} does not fit the model: resume with the run's own model")
+        state = allocate_optimizer_state(weights.items(), self.optimizer, shapes)
+        load_tensors(folder, {name: weight.detach() for name, weight in weights.items()} | state)
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and optimizer state, without a shared trunk, which belongs to the policy."""

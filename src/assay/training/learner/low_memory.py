@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +189,7 @@ def update(
         second = decode(codes2, second_scales[blocks], TOP_UNSIGNED)
         new, first, second = adamw(exact, slope.float(), first, second, **coefficients)
         bits1 = noise(start, len(high), seed, weight.device)
-        bits2 = hashed_tensor(bits1 + 0x9E3779B9)
+        bits2 = hashed(bits1 + 0x9E3779B9)
         codes1[:], first_scales[blocks] = encode(first, bits1, TOP_SIGNED)
         codes2[:], second_scales[blocks] = encode(second, bits2, TOP_UNSIGNED)
         if rest is None:
@@ -236,18 +236,14 @@ def round_at_random(values: Tensor, random_bits: Tensor) -> Tensor:
 
 def noise(start: int, count: int, seed: int, device: torch.device) -> Tensor:
     """32 random bits per position, as int64."""
-    return hashed_tensor(torch.arange(start, start + count, device=device) ^ seed)
+    return hashed(torch.arange(start, start + count, device=device) ^ seed)
 
 
-def hashed(x: int) -> int:
+Bits = TypeVar("Bits", int, Tensor)
+
+
+def hashed(x: Bits) -> Bits:
     """32 bits in which every bit of `x` has the same influence (the constants are those of `lowbias32`)."""
-    x &= MASK
-    x = ((x ^ x >> 16) * 0x7FEB352D) & MASK
-    x = ((x ^ x >> 15) * 0x846CA68B) & MASK
-    return x ^ x >> 16
-
-
-def hashed_tensor(x: Tensor) -> Tensor:
     x = x & MASK
     x = ((x ^ x >> 16) * 0x7FEB352D) & MASK
     x = ((x ^ x >> 15) * 0x846CA68B) & MASK

@@ -133,12 +133,6 @@ def make_optimizer(model: nn.Module, cfg: OptimConfig, section: str = "optim") -
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused)
 
 
-def make_adamw(
-    model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
-) -> torch.optim.Optimizer:
-    return make_optimizer(model, OptimConfig(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-
-
 def parameter_groups(model: nn.Module, cfg: OptimConfig) -> list[dict[str, Any]]:
     """Trained parameters, grouped by kind, which determines the learning rate, and by whether they decay.
 

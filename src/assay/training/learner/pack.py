@@ -239,20 +239,25 @@ def score_rows(
 
     The rows are divided among the data-parallel ranks; every rank gets all results.
     """
-    index = {id(row): number for number, row in enumerate(rows)}
-    dp_size, dp_rank = owner.mesh.dp_size, owner.mesh.dp_rank
 
-    def score_own() -> dict[int, list[float]]:
-        scores = {}
-        for part in partition_rows(rows, dp_size, dp_rank, owner.token_budget, share_prefixes):
+    def score_own() -> list[tuple[Row, list[float]]]:
+        scores: list[tuple[Row, list[float]]] = []
+        for part in partition_rows(rows, mesh.dp_size, mesh.dp_rank, owner.token_budget, share_prefixes):
             batch = pack(part, model.device, dtype)
-            for row, values in zip(part, score(batch).cpu().split(batch.trained_lengths), strict=True):
-                scores[index.get(id(row), -1)] = values.tolist()  # -1: a blank row
+            values = score(batch).cpu().split(batch.trained_lengths)
+            scores += zip(part, map(Tensor.tolist, values), strict=True)
         return scores
 
-    parts = owner.mesh.all_gather_objects(retry_on_oom(owner, model, rows, score_own))
-    scores = {number: values for part in parts for number, values in part.items()}
-    return [scores[number] for number in range(len(rows))]
+    mesh = owner.mesh
+    return gather_by_row(rows, retry_on_oom(owner, model, rows, score_own), mesh)
+
+
+def gather_by_row(rows: Sequence[Row], own: Sequence[tuple[Row, Result]], mesh: Mesh) -> list[Result]:
+    """What the ranks have computed for the rows. `own`: the rows of this rank with their results."""
+    index = {id(row): number for number, row in enumerate(rows)}
+    by_number = {index.get(id(row), -1): result for row, result in own}  # -1: a blank row
+    every = {number: result for part in mesh.all_gather_objects(by_number) for number, result in part.items()}
+    return [every[number] for number in range(len(rows))]
 
 
 def retry_on_oom(owner: Budgeted, model: PolicyModel, rows: Sequence[Row], work: Callable[[], Result]) -> Result:

@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, compress, pairwise
+from operator import add
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -31,6 +32,7 @@ from assay.training.learner.pack import (
     TRAINER_LOGPROBS,
     MicroBatch,
     Row,
+    gather_by_row,
     pack,
     partition_rows,
     retry_on_oom,
@@ -147,19 +149,13 @@ class ScoreRecord:
 
     def by_row(self, rows: Sequence[Row], mesh: Mesh) -> list[RowScores]:
         """The values of each row, gathered from all ranks."""
-        index = {id(row): position for position, row in enumerate(rows)}
-        local_scores: dict[int, RowScores] = {}
+        own: list[tuple[Row, RowScores]] = []
         for part, tensors in self.parts:
             arrays = {name: values.cpu().numpy() for name, values in tensors.items()}
             ends = accumulate(row.count for row in part)
             for row, end in zip(part, ends, strict=True):
-                local_scores[index.get(id(row), -1)] = {
-                    name: values[end - row.count : end] for name, values in arrays.items()
-                }
-        every = {
-            position: values for share in mesh.all_gather_objects(local_scores) for position, values in share.items()
-        }
-        return [every[position] for position in range(len(rows))]
+                own.append((row, {name: values[end - row.count : end] for name, values in arrays.items()}))
+        return gather_by_row(rows, own, mesh)
 
 
 class TokenScorer(Protocol):
@@ -214,7 +210,7 @@ class Updater:
         if not steps:
             return {"optim/lr": lr, "optim/skipped": 1.0, "optim/non_finite": 0.0}
         sums, norms, skipped = zip(*steps, strict=True)
-        return metrics(sum(sums), updates=len(steps)) | {
+        return metrics(reduce(add, sums), updates=len(steps)) | {
             "optim/lr": lr,
             "optim/grad_norm": sum(norms) / len(norms),
             "optim/updates": float(len(steps)),
@@ -278,7 +274,9 @@ class Updater:
         return sums, norm, not useful
 
     def _accumulate(self, rows: Sequence[Row], algo: Algorithm, record: ScoreRecord | None = None) -> Sums:
-        self._zero_grad()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic:
+            self.critic.step(usable=False)
         record = record or ScoreRecord()
         record.parts.clear()
         shares = partition_rows(
@@ -286,7 +284,7 @@ class Updater:
         )
         # A generator: the next micro-batch is packed while the GPU computes the current one.
         parts = ((part, pack(part, self.policy.device, self._loss_dtype)) for part in self._shown(shares))
-        return sum(self._backward(part, packed, algo, record) for part, packed in parts)  # type: ignore[return-value]
+        return reduce(add, (self._backward(part, packed, algo, record) for part, packed in parts))
 
     def _shown(self, shares: Sequence[list[Row]]) -> Iterator[list[Row]]:
         """The micro-batches of a step; `progress` receives how many tokens they have before each of them, and at the
@@ -352,13 +350,8 @@ class Updater:
         total.backward()
         scores = {TRAINER_LOGPROBS: torch.cat(trainer_logprobs), "entropies": torch.cat(entropies)}
         record.parts.append((rows, scores if ref_logprobs is None else {**scores, REF_LOGPROBS: ref_logprobs}))
-        total_sums: Sums = sum(sums)  # type: ignore[assignment]
+        total_sums = reduce(add, sums)
         return total_sums.and_loss("loss/value", values[0]) if values else total_sums
-
-    def _zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.critic:
-            self.critic.step(usable=False)
 
     def _ref_logprobs(self, part: MicroBatch) -> Tensor:
         if REF_LOGPROBS in part.inputs:
