@@ -40,7 +40,7 @@ from assay.rewards import functions
 from assay.rewards.functions import judge_at, register_function
 from assay.rewards.pool import serialized
 from assay.runs import checkpoints
-from assay.runs.console import Console, asker, is_distributed
+from assay.runs.console import Console, is_distributed
 from assay.runs.directory import as_name
 from assay.runs.files import read_json
 from assay.runs.resolve import check_fixed, find_run, is_complete, run_settings
@@ -444,10 +444,7 @@ def resumed(
             f"steps={2 * int(read_json(path / 'summary.json').get('steps', 1))}; its results: assay.load_run({name!r})"
         )
     check_fixed(before, cfg, path.name)
-
-    foreign = guard_run(before, path, typed=overrides, trust=trust, ask=asker(), allow="trust=True")
-    if foreign is not None:
-        foreign.check_settings()
+    guard_run(before, path, typed=overrides, trust=trust, allow="trust=True")
     isolate_judge(cfg.reward, {}, console)
     console.announce(f"loading {cfg.model.source}")
     with reopened(path, before, cfg, console) as training:

@@ -20,7 +20,7 @@ from assay.config.settings import COMMAND_LINE, Caller, load_settings, reset_alt
 from assay.rewards import JudgePanel
 from assay.rewards.pool import Item
 from assay.runs import checkpoints
-from assay.runs.console import Console, asker, percent
+from assay.runs.console import Console, percent
 from assay.runs.resolve import PREFIX, SETTINGS, describe_changes, find_run, run_settings, saved_settings, split_tag
 from assay.tasks import Task
 from assay.tasks.base import UNLIMITED, prompts_of
@@ -107,11 +107,9 @@ def inherited_settings(
             folder = find_run(name, Path(str(overrides.get("runs_dir", TrainConfig().runs_dir))))
             cfg = run_settings(folder)
             warn_of_changes(cfg, folder)
-            allow = "--trust" if caller is COMMAND_LINE else "trust=True"
-            foreign = guard_run(cfg, folder, typed=overrides, trust=trust, ask=asker(), allow=allow)
             values = evaluation_settings(cfg, overrides, lambda key: key not in NOT_INHERITED and is_used(key))
-            if foreign is not None:
-                foreign.check_settings(values)
+            allow = "--trust" if caller is COMMAND_LINE else "trust=True"
+            guard_run(cfg, folder, typed=overrides, trust=trust, used=values, allow=allow)
             return values
     return {}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from assay.config import CLUSTER_MEMBER, LoopConfig, TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
-from assay.runs.console import Console, asker, finite, make_console, percent
+from assay.runs.console import Console, finite, make_console, percent
 from assay.runs.directory import RunFiles, as_name, free_name, setting
 from assay.runs.resolve import (
     check_fixed,
@@ -95,9 +95,7 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         console.note(finished)
         return 0
     if not args.config:  # which the user has given, and which has the same settings
-        foreign = guard_run(before, path, typed=overrides, trust=args.trust, ask=asker())
-        if foreign is not None:
-            foreign.check_settings()
+        guard_run(before, path, typed=overrides, trust=args.trust)
     if starts_cluster(cfg):
         return on_cluster(cfg, path, ["--resume", str(path.resolve()), "--trust"], args, console)
     console.announce(f"loading {cfg.model.source}")
