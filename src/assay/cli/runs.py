@@ -52,11 +52,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         return plot(runs)
     comparison = RunComparison(runs)
-    facts = comparison.facts
+    facts = comparison.results
     if len(runs) == 1 and (problems := facts[0]["problems"]):
         raise UserError(f"{runs[0].path} cannot be read as a run: {problems[0]}")
     if not args.json:
-        Console().table(*comparison.results())
+        Console().table(*comparison.results_table())
         print_resume_commands(facts)
         print_problems(facts)
     if len(runs) > 1 or args.json:
