@@ -46,6 +46,11 @@ class Refused(OSError):
     """A file outside of the run folder, or one that is not a regular file."""
 
 
+def reason_of(name: str, error: BaseException) -> str:
+    """Why a file cannot be read."""
+    return str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
+
+
 def is_run_folder(path: Path) -> bool:
     return os.path.isdir(path) and any(os.path.exists(path / mark) for mark in MARKS)
 
@@ -176,8 +181,7 @@ class RunFolder:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
-            problem = reason
+            problem = reason_of(name, error)
         self._cache[name] = stamp, value, problem
         return value, problem
 

@@ -33,7 +33,7 @@ import numpy as np
 from assay.runs.files import JsonLine, json_lines, user_folder
 from assay.runs.rollouts import DAMAGE, SCHEMA, newer_schema
 from assay.types import Finish, Status, describe_error
-from assay.web.folder import Refused, RunFolder, finite_number, stamp_of
+from assay.web.folder import Refused, RunFolder, finite_number, reason_of, stamp_of
 
 VERSION = 3  # of the index; others are not read
 TRAIN = "train"  # name of the source of training rollouts; evaluations are named after their files
@@ -157,10 +157,6 @@ def read_file(
         reader.problems.append(problem)
     rows, prompts = np.array(reader.rows, ROW), list(reader.prompts.items())
     return IndexedFile(name, stamp, rows, reader.previews, prompts, reader.problems), b"".join(reader.texts)
-
-
-def reason_of(name: str, error: BaseException) -> str:
-    return str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
 
 
 class _Reader:
@@ -290,15 +286,18 @@ def arrays_name(name: str) -> str:
     return name.removesuffix(".jsonl") + ".npz"
 
 
+def unreadable_arrays(name: str, error: BaseException) -> str:
+    missing = isinstance(error, FileNotFoundError)
+    return f"{name} is missing: its tokens cannot be shown" if missing else reason_of(name, error)
+
+
 def arrays_problem(folder: RunFolder, name: str, lines: int) -> str | None:
     """Why the arrays of a rollout file cannot be shown; None if they can."""
     arrays_file = arrays_name(name)
     try:
         offsets = read_arrays(folder, name, ["offsets"])["offsets"]
-    except FileNotFoundError:
-        return f"{arrays_file} is missing: its tokens cannot be shown"
     except ARRAY_ERRORS as error:
-        return reason_of(arrays_file, error)
+        return unreadable_arrays(arrays_file, error)
     if len(offsets) != lines + 1:
         return f"{name} has {lines} lines, and {arrays_file} has {max(len(offsets) - 1, 0)} answers: they do not match"
     with suppress(*ARRAY_ERRORS):  # files of version 1 have none
@@ -313,12 +312,8 @@ def arrays_problem(folder: RunFolder, name: str, lines: int) -> str | None:
 
 def problem_of_arrays(file: IndexedFile, error: BaseException) -> str:
     """Why there are no tokens: as found when the file was indexed, or now."""
-    about = [problem for problem in file.problems if ".npz" in problem]
-    if about:
-        return about[0]
-    name = arrays_name(file.name)
-    missing = isinstance(error, FileNotFoundError)
-    return f"{name} is missing: its tokens cannot be shown" if missing else reason_of(name, error)
+    found = (problem for problem in file.problems if ".npz" in problem)
+    return next(found, unreadable_arrays(arrays_name(file.name), error))
 
 
 def skip_reason(document: Mapping[str, Any]) -> str:
