@@ -84,7 +84,7 @@ from assay.training.recorder import Recorder, RunEvaluator
 from assay.training.run import TrainingRun
 from assay.training.sources import OnPolicySource, PromptStream, Replay
 from assay.training.sync import PROBE_PROMPTS, Method, WeightSync, probe_sequences, verify_method
-from assay.types import Prompt, UserError
+from assay.types import Progress, Prompt, UserError
 
 CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start; a dry run checks more
 
@@ -282,7 +282,9 @@ def assemble(
     verify = verify_method(cfg.engine, engine)
     check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     prepare_policy(policy, cfg.train, mesh.world, dtype)
-    updater = build_updater(cfg, policy, mesh, dtype, console)
+    updater = build_updater(cfg, policy, mesh, dtype, console.progress)
+    if cfg.train.process == "separate":
+        updater = SubprocessUpdater.of(updater)
     updater.critic = critic if critic and critic.shared else None
     if directory is None and mesh.is_main and (text := disk_warning(cfg, checkpoint_bytes(cfg, policy))):
         console.warn(text)
@@ -405,8 +407,8 @@ def load_policy(
     return policy
 
 
-def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype, console: Console) -> Updater:
-    updater = Updater(
+def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype, progress: Progress) -> Updater:
+    return Updater(
         policy,
         make_optimizer(policy, cfg.optim),
         temperature=cfg.sampling.temperature,
@@ -415,9 +417,8 @@ def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torc
         offload_reference=cfg.train.offload_reference and mesh.world == 1,  # shards are never moved
         dtype=dtype,
         mesh=mesh,
-        progress=console.progress,
+        progress=progress,
     )
-    return updater if cfg.train.process == "same" else SubprocessUpdater.of(updater)
 
 
 def shard_and_build_engine(
