@@ -448,7 +448,7 @@ class RunTokenizer:
         found: dict[int, str] = {}
         for place, text in enumerate(texts):
             is_part = not text or REPLACEMENT in text or (place > 0 and not texts[place - 1])
-            if is_part and (raw := self._token_bytes(ids[place])) and not is_utf8(raw):
+            if is_part and (raw := self._token_bytes(ids[place])) and raw.decode(errors="ignore").encode() != raw:
                 found[place] = raw.hex(" ").upper()
         return found
 
@@ -462,14 +462,6 @@ class RunTokenizer:
             with suppress(KeyError):  # an added token, which is ordinary text
                 return bytes(_BYTES[character] for character in token)
         return b""
-
-
-def is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -496,9 +496,8 @@ class Store:
 class RunIndex:
     """The index of a run, which `update` keeps equal to the files of the run."""
 
-    def __init__(self, folder: RunFolder, pause: Callable[[], None] = nothing) -> None:
-        """`pause` is called often while files are read."""
-        self.folder, self.pause = folder, pause
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
         self.store = Store(folder.root)
         self.names = dict(self._listed())  # stamps of the rollout files of the run, in the order in which they are read
         self.files: dict[str, IndexedFile] = {}  # by name; replaced if there is a change
@@ -533,7 +532,7 @@ class RunIndex:
         return len(files) < len(self.names)
 
     def _read(self, name: str) -> IndexedFile:
-        file, texts = read_file(self.folder, name, self.names[name], self.pause)
+        file, texts = read_file(self.folder, name, self.names[name], activity.give_way)
         self.store.save(file, texts)
         return file
 
