@@ -119,7 +119,7 @@ def report(
     yield "engines + learners   s per step   tokens/s   engines   learner   sync   age   limited by"
     for made in found[:SHOWN]:
         result = made.result
-        gpus = "all in turns" if made.colocated else f"{made.engine_gpus} + {made.learner_gpus}"
+        gpus = "all in turns" if made.colocated else f"{made.engine_gpus} + {made.learner.gpus}"
         yield (
             f"{gpus:>18}{result.step:13,.1f}{result.tokens_per_s:11,.0f}{result.engines_busy:9.0%} "
             f"{result.learner_busy:9.0%} {result.syncing:6.0%} {result.staleness:5.1f}   {result.bottleneck}"
@@ -155,7 +155,7 @@ def as_json(
         "layouts": [
             {
                 "engine_gpus": made.engine_gpus,
-                "learner_gpus": made.learner_gpus,
+                "learner_gpus": made.learner.gpus,
                 "colocated": made.colocated,
                 "engine": asdict(made.engine),
                 "learner": asdict(made.learner),
