@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,7 +65,9 @@ def overrides_of(
     for key, value in sorted(_flat(settings, "", kind), key=lambda item: item[0] in settings):
         full = short.get(key, key)
         field = fields.get(full)
-        convert = register_function if field and resource_of(field) is Resource.CODE else _not_allowed(key)
+        convert: Callable[[Any], Any] = partial(_refuse, key)
+        if field and resource_of(field) is Resource.CODE:
+            convert = register_function
         if field is None and section_at(kind, full.split(".")) is None and "." not in full:
             convert = repr  # there is no such setting, which the settings report
             near = OF_TRL.get(full) or closest(full, [*short, *known])
@@ -113,11 +116,8 @@ def _plain(value: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(value)
 
 
-def _not_allowed(key: str) -> Callable[[Any], Any]:
-    def refuse(value: Any) -> Any:
-        raise UserError(f"bad value for '{key}': it must be a number, a text, a list or a dict, not {value!r:.100}")
-
-    return refuse
+def _refuse(key: str, value: Any) -> Any:
+    raise UserError(f"bad value for '{key}': it must be a number, a text, a list or a dict, not {value!r:.100}")
 
 
 # Error messages, which name objects and rows instead of the paths that stand for them, and arguments instead of options
