@@ -332,22 +332,13 @@ def measure_startup(work: Workload, options: Options, progress: Progress | None 
 
 def seconds_to_first_token(words: Sequence[str], environment: dict[str, str]) -> float:
     with tempfile.TemporaryFile("w+") as errors:
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "assay", *words],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        try:
+        start, command = time.perf_counter(), [sys.executable, "-m", "assay", *words]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
             assert process.stdout is not None
             printed = any(line.strip() == FIRST_TOKEN for line in process.stdout)
             seconds = time.perf_counter() - start
             process.communicate()
-        finally:
-            process.kill()
-            process.wait()
         if printed:
             return seconds
         errors.seek(0)

@@ -375,11 +375,8 @@ def token_columns(arrays: Mapping[str, np.ndarray], index: int, line: Mapping[st
         "ids": ids.tolist(),
         "mask": mask.astype(int).tolist(),
         "sampled": sampled.astype(int).tolist(),
-        "engine_logprobs": values("engine_logprobs", sampled),
-        "sampling_logprobs": values("sampling_logprobs", sampled),
-        "trainer_logprobs": values("trainer_logprobs", mask),
-        "ref_logprobs": values("ref_logprobs", mask),
-        "entropies": values("entropies", mask),
+        **{name: values(name, sampled) for name in ("engine_logprobs", "sampling_logprobs")},
+        **{name: values(name, mask) for name in ("trainer_logprobs", "ref_logprobs", "entropies")},
         "advantages": advantages,
     }
 
