@@ -180,13 +180,12 @@ def measure_models(
     first: Report | None = None
     try:
         for model in dict.fromkeys(models):
-            if loaded and model in loaded:
-                report, groups = measure(model, *loaded[model], cfg, task, prompts, console)
-            else:
-                renderer, engine = build_server(model, cfg, task, console)
-                try:
-                    report, groups = measure(model, renderer, engine, cfg, task, prompts, console)
-                finally:
+            known = (loaded or {}).get(model)
+            renderer, engine = known or build_server(model, cfg, task, console)
+            try:
+                report, groups = measure(model, renderer, engine, cfg, task, prompts, console)
+            finally:
+                if known is None:
                     engine.close()
             entry = entry_of(model, cfg, report)
             if first is not None:

@@ -56,19 +56,15 @@ def run(args: argparse.Namespace) -> int:
         check_new(file)
     with Console(sys.stderr if args.json == STDOUT else None) as console:
         console.announce(f"loading {args.models[0]}")
-        return evaluate_models(args, cfg, console)
-
-
-def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Console) -> int:
-    results: list[dict[str, Any]] = []
-    for measured in measure_models(args.models, cfg, console, data=args.data or ""):
-        if args.answers:
-            with Path(args.answers).open("a", encoding="utf-8") as out:
-                out.writelines(json.dumps(row) + "\n" for row in answer_rows(measured.model, measured.groups))
-        results.append(measured.entry)
-    console.table(*result_table(results))
-    for entry in results if results[0]["samples"] > 1 else ():
-        console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
+        results: list[dict[str, Any]] = []
+        for measured in measure_models(args.models, cfg, console, data=args.data or ""):
+            if args.answers:
+                with Path(args.answers).open("a", encoding="utf-8") as out:
+                    out.writelines(json.dumps(row) + "\n" for row in answer_rows(measured.model, measured.groups))
+            results.append(measured.entry)
+        console.table(*result_table(results))
+        for entry in results if results[0]["samples"] > 1 else ():
+            console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
     if args.json == STDOUT:
         print(json.dumps(results, indent=1))
     elif args.json:
