@@ -124,6 +124,9 @@ def doctor(target: Any, *, runs_dir: str | Path = "runs", **settings: Any) -> Fi
 class Comparison(RunComparison):
     """Results, paired tests of the final answers, curves and settings of several runs."""
 
+    def to_dict(self) -> dict[str, Any]:
+        return to_json({"runs": self.results, "differences": self.settings, "final": self.paired})
+
     def __repr__(self) -> str:
         parts = []
         for (title, headings, rows), notes in self._sections():

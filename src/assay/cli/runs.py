@@ -110,7 +110,8 @@ def compare(comparison: RunComparison, as_json: bool, picture: Path | None) -> N
     """Print the comparison. `picture`: where the curves are drawn; None for nowhere."""
     drawn = draw(comparison.metrics, picture) if picture else None
     if as_json:
-        print_json({**comparison.to_dict(), "curves": drawn and str(drawn)})
+        facts = {"runs": comparison.results, "differences": comparison.settings, "final": comparison.paired}
+        print_json({**facts, "curves": drawn and str(drawn)})
         return
     console = Console()
     for (title, headings, rows), notes in comparison.sections():

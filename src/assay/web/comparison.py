@@ -10,7 +10,6 @@ from typing import Any
 
 from assay.runs.console import duration, fraction, percent
 from assay.runs.directory import SETTINGS_OF_MACHINE, Run, RunFiles, flattened, setting
-from assay.runs.files import to_json
 from assay.runs.metrics import points_of, shown_panels
 from assay.types import plural
 from assay.web.folder import INCOMPLETE, RunFolder
@@ -60,9 +59,6 @@ class RunComparison:
     @cached_property
     def metrics(self) -> dict[str, Rows]:
         return {name: RunFiles(run.path).metrics() for name, run in zip(self.names, self._runs, strict=True)}
-
-    def to_dict(self) -> dict[str, Any]:
-        return to_json({"runs": self.results, "differences": self.settings, "final": self.paired})
 
     def results_table(self) -> Table:
         """The facts of the runs, one column per run."""
