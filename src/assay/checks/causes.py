@@ -47,14 +47,9 @@ CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "judge_fails": NO_SIGNAL,
     "stale_weights": ("mismatch", "learning_rate_high", *UNSTABLE),
     "learning_rate_high": (*UNSTABLE, *NO_SIGNAL, *NO_GAIN),
-    "mismatch": ("always_clipped", *NO_GAIN),
-    "entropy_collapse": NO_GAIN,
-    "length_collapse": NO_GAIN,
     "length_explosion": ("truncated", *NO_GAIN),
-    "kl_blow_up": ("always_clipped", *NO_GAIN),
-    "always_clipped": NO_GAIN,
-    "truncated": NO_GAIN,
-    "too_easy": NO_GAIN,
+    **dict.fromkeys(("mismatch", "kl_blow_up"), ("always_clipped", *NO_GAIN)),
+    **dict.fromkeys(("entropy_collapse", "length_collapse", "always_clipped", "truncated", "too_easy"), NO_GAIN),
 }
 
 
