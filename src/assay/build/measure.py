@@ -315,16 +315,11 @@ class ScoreConfig(Section):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
 
 
-def from_rollout(row: DataRow) -> DataRow:
-    """Rename the fields of a row of a run's rollouts, where the completion is called text."""
-    values = row.values
-    if "completion" in values or not {"text", "prompt_id"} <= set(values):
-        return row
-    return replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
-
-
-def as_item(row: DataRow, task: Task | None, optional_gold: bool = False) -> Item:
+def as_item(row: DataRow, task: Task | None, optional_gold: bool) -> Item:
     """The judge's input: the completion, the gold answer, and all other fields."""
+    values = row.values
+    if "completion" not in values and {"text", "prompt_id"} <= set(values):  # of a run's rollouts
+        row = replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
     completion = row.values.get("completion")
     if not isinstance(completion, str):
         problem = "is not a string" if "completion" in row.values else "is missing"
