@@ -322,7 +322,10 @@ def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> str:
     is_final = bool(after) and summary.get("steps") == step
     if is_final:
         rows.append(cells(name, split, after["accuracy"], after["ci95"], after["n"]))
-    elif (row := measured(files, step)) is not None:
+    elif evaluated := [
+        row for row in files.metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None
+    ]:
+        row = evaluated[-1]
         ends = [row.get("eval/low"), row.get("eval/high")]
         rows.append(cells(name, "validation during training", row["eval/accuracy"], ends, None))
     if not rows:
@@ -335,12 +338,6 @@ def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> str:
     elif not is_final and step:
         table += ["", "These weights were not evaluated after the training: there is no paired test."]
     return "\n".join(table)
-
-
-def measured(files: RunFiles, step: int) -> Mapping[str, Any] | None:
-    """The line of metrics with the evaluation during training at a step."""
-    rows = [row for row in files.metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None]
-    return rows[-1] if rows else None
 
 
 def cells(name: str, split: Any, accuracy: float, ends: Sequence[Any], problems: int | None) -> str:
