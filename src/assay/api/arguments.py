@@ -225,7 +225,7 @@ def _content_addressed(unfinished: Path, name: str) -> Path:
 def lora_settings(peft_config: Any) -> dict[str, Any]:
     """The settings of adapters, from PEFT's LoraConfig or our own."""
     if isinstance(peft_config, LoraConfig):
-        return {f"lora.{name}": value for name, value in peft_config.model_dump().items()}
+        peft_config = peft_config.model_dump()
     if isinstance(peft_config, Mapping):
         return {f"lora.{name}": value for name, value in peft_config.items()}
     kind = str(getattr(getattr(peft_config, "peft_type", ""), "value", getattr(peft_config, "peft_type", "")))

@@ -33,7 +33,7 @@ from assay.api.arguments import (
     task_settings,
 )
 from assay.api.notebook import new_console
-from assay.build.trust import guard_run
+from assay.build.trust import guard_run, leaves
 from assay.config import RewardConfig, TrainConfig
 from assay.envs.base import StepLimit
 from assay.rewards import functions
@@ -464,14 +464,9 @@ def check_objects(before: TrainConfig, after: TrainConfig, run: str) -> None:
             raise UserError(f"run {run} uses {name} of the program that started it: pass it again ({key})")
 
 
-def objects_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def objects_in(settings: Any) -> Iterator[tuple[str, str]]:
     """Paths of objects of a program in settings, by dotted key."""
-    if isinstance(settings, str) and settings.startswith(functions.OBJECT):
-        yield key, settings
-    elif isinstance(settings, Mapping | list):
-        pairs = settings.items() if isinstance(settings, Mapping) else enumerate(settings)
-        for name, value in pairs:
-            yield from objects_in(value, f"{key}.{name}".lstrip("."))
+    return ((key.lstrip("."), text) for key, text in leaves("", settings) if text.startswith(functions.OBJECT))
 
 
 _consoles: list[Console] = []  # of the runs in progress: there may be several threads with one each

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from statistics import fmean, variance
 from typing import Any, Literal
 
@@ -129,12 +130,7 @@ def mean_of(rows: Sequence[Row], name: str) -> float:
 
 def trailing(steps: Sequence[Row], symptom: Symptom) -> list[Row]:
     """The steps up to the last one in which the symptom holds without interruption."""
-    found: list[Row] = []
-    for row in reversed(steps):
-        if not symptom(row):
-            break
-        found.append(row)
-    return found[::-1]
+    return [*takewhile(symptom, reversed(steps))][::-1]
 
 
 def change(before: Sequence[Row], after: Sequence[Row], name: str) -> tuple[float, float]:

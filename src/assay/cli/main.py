@@ -67,11 +67,10 @@ def main(argv: Sequence[str] | None = None, command: Callable[[list[str]], int] 
             stream.reconfigure(errors="backslashreplace")
     # Threads of OpenMP that spin while waiting slow everything down as soon as another process needs the core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    debug = "--debug" in split_client(words)[0]
+    own, client = split_client(words)
+    words = [word for word in own if word != "--debug"] + client
     with printable_output():  # data, model output and file names are untrusted
-        own, client = split_client(words)
-        words = [word for word in own if word != "--debug"] + client
-        return run(command or dispatch, words, debug, own_process=argv is None)
+        return run(command or dispatch, words, "--debug" in own, own_process=argv is None)
 
 
 def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_process: bool) -> int:

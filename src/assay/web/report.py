@@ -14,7 +14,7 @@ import html
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -332,15 +332,12 @@ def _pair(row: Mapping[str, Any], limits: ReportLimits) -> dict[str, Any]:
     return {**row, **sides, "messages": shortened_messages(row["messages"], limits)}
 
 
-def different_prompts(rows: Iterable[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def different_prompts(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
     """At most `count` rows: first one of each prompt, then others."""
     firsts: dict[Any, Mapping[str, Any]] = {}
-    others = []
     for row in rows:
-        if row["prompt_id"] in firsts:
-            others.append(row)
-        else:
-            firsts[row["prompt_id"]] = row
+        firsts.setdefault(row["prompt_id"], row)
+    others = (row for row in rows if firsts[row["prompt_id"]] is not row)
     return [*firsts.values(), *others][:count]
 
 
