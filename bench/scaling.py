@@ -37,7 +37,7 @@ def row(shape: str, gpus: int, prompts: int, samples: int, lengths: list[int], s
         "shape": shape,
         "gpus": gpus,
         "engines": best.engine_gpus,
-        "learners": best.learner_gpus,
+        "learners": best.learner.gpus,
         "answers": prompts * samples,
         "max_staleness": staleness,
         "step_s": round(found.step, 2),

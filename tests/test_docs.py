@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from docs_parts import BLOCK, ROOT, block, blocks, command_lines
+from metric_names import meaning
 
 import assay
 from assay.algos.recipes import RECIPES
@@ -23,7 +24,7 @@ from assay.cli.main import COMMANDS, main, parse
 from assay.cli.serve import SETTINGS as ServeConfig
 from assay.config import TrainConfig
 from assay.config.settings import keys, load_settings
-from assay.runs.metrics import METRICS, meaning
+from assay.runs.metrics import METRICS
 from assay.types import UserError
 
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]

@@ -103,8 +103,8 @@ def test_divisions_use_all_gpus_and_more_of_them_are_faster() -> None:
         found = layouts(SEVEN, WORK, Cluster(gpus))
         assert [made.result.step for made in found] == sorted(made.result.step for made in found)
         for made in found:
-            together = made.engine_gpus + made.learner_gpus
-            assert made.engine_gpus == made.learner_gpus == gpus if made.colocated else together == gpus
+            together = made.engine_gpus + made.learner.gpus
+            assert made.engine_gpus == made.learner.gpus == gpus if made.colocated else together == gpus
         assert any(made.colocated for made in found) and (gpus == 1) == all(made.colocated for made in found)
         fastest.append(found[0].result.step)
     assert fastest[0] > 2 * fastest[1] > 2 * fastest[2]

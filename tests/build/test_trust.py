@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -275,25 +276,24 @@ def test_what_any_setting_names_is_used_only_with_consent(tmp_path: Path) -> Non
             continue
         value = values.get(key, {"x": "m:f"} if get_origin(field.annotation) is dict else "m:f")
         cfg = load_settings(TrainConfig, None, {key: value})
-        run = trust.guard_run(cfg, tmp_path)
         if resource is Resource.DATA:  # alone they cannot leave this machine
-            run.check_settings()
+            trust.guard_run(cfg, tmp_path)
             continue
-        run.check_settings(used=["other.key", f"{key}_2"])
+        trust.guard_run(cfg, tmp_path, used=["other.key", f"{key}_2"])
         with pytest.raises(UserError, match=rf"{key}.* = (m:f|True)"):
-            run.check_settings()
+            trust.guard_run(cfg, tmp_path)
             trust.check_import("m:f")
         assert all(trust.digest(TrainConfig(), contents) != trust.digest(cfg, contents) for contents in (True, False))
         trust.remember_trust(cfg, started=True)
-        assert trust.guard_run(cfg, tmp_path) is None
+        trust.guard_run(cfg, tmp_path)
+        trust.check_import("m:f")
 
 
 @pytest.mark.parametrize("value", [True, 1, "yes"])
 def test_programs_without_confinement_need_consent(value: object, tmp_path: Path) -> None:
     part = {"name": "code", "args": {"allow_unconfined": value}}
-    run = trust.guard_run(load_settings(TrainConfig, None, {"task.args": {"tasks": [part]}}), tmp_path)
     with pytest.raises(UserError, match="runs programs"):
-        run.check_settings()
+        trust.guard_run(load_settings(TrainConfig, None, {"task.args": {"tasks": [part]}}), tmp_path)
 
 
 def test_plain_runs_of_other_people_need_no_consent(tmp_path: Path) -> None:
@@ -301,8 +301,7 @@ def test_plain_runs_of_other_people_need_no_consent(tmp_path: Path) -> None:
     own.parent.mkdir()
     own.write_text("text")
     for settings in ({}, {"engine": "vllm"}, {"prompt.system_file": str(own), "task.path": str(tmp_path)}):
-        run = trust.guard_run(load_settings(TrainConfig, None, settings), own.parent)
-        run.check_settings()
+        trust.guard_run(load_settings(TrainConfig, None, settings), own.parent)
 
 
 def test_all_spellings_of_a_path_out_of_the_run_folder_need_consent(
@@ -319,35 +318,37 @@ def test_all_spellings_of_a_path_out_of_the_run_folder_need_consent(
     monkeypatch.chdir(folder)
     paths = [str(secret), "../secret.txt", f"{folder}/../secret.txt", "~/secret.txt", "link.txt", "up/secret.txt"]
     for path in [*paths, "inner", f"{folder}/link.txt", "up/gift/link.txt"]:
-        run = trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
         with pytest.raises(UserError, match="system_file"):
-            run.check_settings()
+            trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
     for path in ("inner/deep/../other.txt", "up/gift/other.txt", "~/gift/other.txt", f"{folder}/other.txt", "loop"):
-        run = trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
-        run.check_settings()
+        trust.guard_run(load_settings(TrainConfig, None, {"prompt.system_file": path}), Path("."))
 
 
 def test_trust_ends_when_a_link_in_the_run_folder_leads_elsewhere(tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("Be brief.")
     cfg = load_settings(TrainConfig, None, {"judge.url": "http://127.0.0.1:1", "judge.rubric_file": str(rubric)})
-    assert trust.guard_run(cfg, tmp_path, trust=True) is None and trust.guard_run(cfg, tmp_path) is None
+    trust.guard_run(cfg, tmp_path, trust=True)
+    trust.guard_run(cfg, tmp_path)
     rubric.unlink()
     rubric.symlink_to("/etc/passwd")
-    assert trust.guard_run(cfg, tmp_path) is not None
+    with pytest.raises(UserError, match="rubric_file"):
+        trust.guard_run(cfg, tmp_path)
 
 
-def test_the_question_names_everything_that_consent_covers(tmp_path: Path) -> None:
+def test_the_question_names_everything_that_consent_covers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also data, which alone need no consent; and a text cannot imitate the question."""
     questions = []
     settings = {"judge.url": "http://x/\nTrust it?", "judge.api_key_env": "KEY", "task.path": "/etc/passwd"}
     cfg = load_settings(TrainConfig, None, settings | {"reward.function": "m:f"})
-    run = trust.guard_run(cfg, tmp_path, ask=lambda question: bool(questions.append(question)) or True)
-    assert run is not None
+    monkeypatch.setattr(trust, "asker", lambda: lambda question: bool(questions.append(question)) or True)
+    trust.guard_run(cfg, tmp_path, used=())
+    assert not questions  # code is asked for when it is imported
     trust.check_import("m:f")
     assert len(questions) == 1 and "\n" not in questions[0]
     assert all(text in questions[0] for text in ("http://x/", "KEY", "/etc/passwd", "m:f"))
-    assert trust.guard_run(cfg, tmp_path) is None
+    trust.guard_run(cfg, tmp_path)
+    assert len(questions) == 1
 
 
 def test_settings_of_the_command_replace_those_that_need_consent(tmp_path: Path) -> None:
@@ -356,12 +357,8 @@ def test_settings_of_the_command_replace_those_that_need_consent(tmp_path: Path)
         ({"judge.url": "http://own"}, True),
         ({"judge.url": "http://own", "judge.api_key_env": ""}, False),
     ):
-        run = trust.guard_run(cfg, tmp_path, typed=typed)
-        if asked:
-            with pytest.raises(UserError, match="KEY"):
-                run.check_settings()
-        else:
-            run.check_settings()
+        with pytest.raises(UserError, match="KEY") if asked else nullcontext():
+            trust.guard_run(cfg, tmp_path, typed=typed)
 
 
 def test_trust_includes_settings_that_were_changed_by_a_command() -> None:

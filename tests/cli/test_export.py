@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from small_run import SmallRuns, preset_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assay.build import export
 from assay.cli.main import main
 from assay.models import load_model
 from assay.runs import Run, checkpoints
@@ -69,10 +68,10 @@ def test_nothing_is_overwritten(source: Path, tmp_path: Path, stderr_of: Callabl
 def test_a_failed_export_leaves_no_files(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr_of: Callable[..., str]
 ) -> None:
-    def disk_full(*_: object) -> None:
+    def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save", disk_full)
+    monkeypatch.setattr("assay.models.save_model", disk_full)
     assert "No space left" in stderr_of(main(["export", str(source), str(tmp_path / "out")]))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from metric_names import meaning
 from small_run import SmallRuns
 
 from assay.config import TrainConfig
@@ -28,7 +29,7 @@ from assay.runs.files import (
     to_json,
     write_json,
 )
-from assay.runs.metrics import METRICS, meaning
+from assay.runs.metrics import METRICS
 from assay.types import Status
 
 

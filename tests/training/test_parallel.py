@@ -267,7 +267,8 @@ def fill_disk(mesh: Mesh, folder: Path) -> None:
         checkpoint.save(folder, {"step": 2}, saved.policy, saved.optimizer, char_tokenizer(), saved.mesh)
     assert mesh.is_main or disk_error(caught.value)
     mesh.barrier()
-    assert checkpoints.last_intact(folder) == (1, []) and not checkpoints.unfinished(folder, 2).exists()
+    assert checkpoints.last_intact(folder) == (1, [])
+    assert not checkpoints.unfinished(checkpoints.folder(folder, 2)).exists()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,11 +65,14 @@ def overrides_of(
     for key, value in sorted(_flat(settings, "", kind), key=lambda item: item[0] in settings):
         full = short.get(key, key)
         field = fields.get(full)
-        convert = register_function if field and resource_of(field) is Resource.CODE else _not_allowed(key)
+        convert: Callable[[Any], Any] = partial(_refuse, key)
+        if field and resource_of(field) is Resource.CODE:
+            convert = register_function
         if field is None and section_at(kind, full.split(".")) is None and "." not in full:
             convert = repr  # there is no such setting, which the settings report
             near = OF_TRL.get(full) or closest(full, [*short, *known])
-            if near in (*short, *known) and not _is_better(full, fields):
+            is_setting = any(key.rpartition(".")[2] == full for key in fields)  # in some section
+            if near in (*short, *known) and not is_setting:
                 raise UserError(f"unknown argument '{full}': did you mean '{near}'?")
         dotted[full] = _plain(value, convert)
     return dotted
@@ -81,11 +85,6 @@ def settings_of(kind: type[Settings], config: str | Path | None, overrides: Mapp
             "assay.train(**settings)"
         )
     return load_settings(kind, config, overrides, PYTHON)
-
-
-def _is_better(name: str, fields: Iterable[str]) -> bool:
-    """Whether a setting in some section has exactly this name."""
-    return any(field.rpartition(".")[2] == name for field in fields)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str, kind: type[BaseModel]) -> Iterable[tuple[str, Any]]:
@@ -117,11 +116,8 @@ def _plain(value: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(value)
 
 
-def _not_allowed(key: str) -> Callable[[Any], Any]:
-    def refuse(value: Any) -> Any:
-        raise UserError(f"bad value for '{key}': it must be a number, a text, a list or a dict, not {value!r:.100}")
-
-    return refuse
+def _refuse(key: str, value: Any) -> Any:
+    raise UserError(f"bad value for '{key}': it must be a number, a text, a list or a dict, not {value!r:.100}")
 
 
 # Error messages, which name objects and rows instead of the paths that stand for them, and arguments instead of options
@@ -130,11 +126,6 @@ _OBJECT_PATH = re.compile(rf"'?{OBJECT}[0-9a-f]{{12}}[:.](\w+)'?")
 _RESUME = re.compile(r"assay train --resume (\S+)((?: --[\w.]+ [\w.-]+)*)")
 _OPTION = re.compile(r"--(task|model|runs_dir|algo\.reference)\b(?: ([\w:@./-]+))?")
 _written: dict[str, re.Pattern[str]] = {}  # by path, with which errors name its rows
-
-
-def remember_rows(path: Path) -> None:
-    """Errors call this file or folder `data`: the program has given its content as rows."""
-    _written[str(path)] = re.compile(rf"'?{re.escape(str(path))}(?:/(\w+)\.jsonl)?'?(?::(\d+))?")
 
 
 def in_python_words(text: str) -> str:
@@ -234,7 +225,7 @@ def _content_addressed(unfinished: Path, name: str) -> Path:
 def lora_settings(peft_config: Any) -> dict[str, Any]:
     """The settings of adapters, from PEFT's LoraConfig or our own."""
     if isinstance(peft_config, LoraConfig):
-        return {f"lora.{name}": value for name, value in peft_config.model_dump().items()}
+        peft_config = peft_config.model_dump()
     if isinstance(peft_config, Mapping):
         return {f"lora.{name}": value for name, value in peft_config.items()}
     kind = str(getattr(getattr(peft_config, "peft_type", ""), "value", getattr(peft_config, "peft_type", "")))
@@ -365,7 +356,8 @@ def _write_rows(splits: Mapping[str, Sequence[Mapping[str, Any]]], runs_dir: Pat
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
     folder, whole = runs_dir / FOLDER, set(texts) == {"all"}
     path = folder / (f"rows-{digest}.jsonl" if whole else f"rows-{digest}")
-    remember_rows(path)
+    # Errors call this file or folder `data`: the program has given its content as rows.
+    _written[str(path)] = re.compile(rf"'?{re.escape(str(path))}(?:/(\w+)\.jsonl)?'?(?::(\d+))?")
     make_folder(folder if whole else path)
     for split, text in texts.items():
         file = path if whole else path / f"{split}.jsonl"

@@ -15,7 +15,6 @@ from assay.build.measure import (
     ScoreConfig,
     answer_rows,
     as_item,
-    from_rollout,
     inherited_settings,
     measure_models,
     measure_settings,
@@ -263,7 +262,7 @@ def score(
         raise UserError("no judge: pass task (gsm8k, math, countdown, abacus, code, or a Task) or reward (a function)")
     judged_by = make_task(cfg.task.name, cfg.task.path or None, **cfg.task.args) if cfg.task.name else None
     rows = _rows_to_judge(completions, answers, data, fields)
-    items = [as_item(from_rollout(row), judged_by, optional_gold=TASK_JUDGE not in functions) for row in rows]
+    items = [as_item(row, judged_by, optional_gold=TASK_JUDGE not in functions) for row in rows]
     with build_judge_pool(cfg.reward, judged_by, cfg.judge) as judging:
         verdicts = judging.judge(items)
     check_verdicts(verdicts)

@@ -121,20 +121,11 @@ def doctor(target: Any, *, runs_dir: str | Path = "runs", **settings: Any) -> Fi
     return examine_run(find_folder(str(path), Path(runs_dir)))
 
 
-class Comparison:
+class Comparison(RunComparison):
     """Results, paired tests of the final answers, curves and settings of several runs."""
 
-    def __init__(self, comparison: RunComparison) -> None:
-        self._comparison = comparison
-        self.results = comparison.facts
-        """the facts of each run"""
-        self.paired = comparison.finals
-        """each run compared with the first one on the answers after training; `problem` says why it is impossible"""
-        self.settings = comparison.differences
-        """settings that differ, with one value per run"""
-
     def to_dict(self) -> dict[str, Any]:
-        return to_json(self._comparison.to_dict())
+        return to_json({"runs": self.results, "differences": self.settings, "final": self.paired})
 
     def __repr__(self) -> str:
         parts = []
@@ -150,9 +141,9 @@ class Comparison:
         return "".join(parts)
 
     def _sections(self) -> Iterator[Any]:
-        yield self._comparison.results(), ()
-        yield from self._comparison.sections()
-        yield ("", (), ()), self._comparison.settings_notes()
+        yield self.results_table(), ()
+        yield from self.sections()
+        yield ("", (), ()), self.settings_notes()
 
 
 def compare(*runs: Any, runs_dir: str | Path = "runs") -> Comparison:
@@ -165,4 +156,4 @@ def compare(*runs: Any, runs_dir: str | Path = "runs") -> Comparison:
     if len(runs) < 2:
         raise UserError("a comparison needs at least two runs: assay.compare('a', 'b')")
     names = [str(getattr(run, "path", run)).removeprefix(PREFIX) for run in runs]
-    return Comparison(RunComparison([Run.open(find_run(split_tag(name)[0], Path(runs_dir))) for name in names]))
+    return Comparison([Run.open(find_run(split_tag(name)[0], Path(runs_dir))) for name in names])

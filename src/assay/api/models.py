@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 from assay.api.arguments import SHORT_FOR_EVAL, model_source, overrides_of, settings_of
 from assay.api.notebook import html_pre
 from assay.api.session import as_prompt
-from assay.build.measure import inherited_settings
+from assay.build.measure import KEPT, inherited_settings
 from assay.config import MeasureConfig, ServeConfig, TrainConfig
 from assay.config.settings import PYTHON, toml_value
 from assay.runs.console import Console
@@ -35,7 +35,6 @@ Question = str | Prompt | Sequence[Mapping[str, Any]]  # a text, a problem of a 
 TEMPERATURE = 0.7  # unless the arguments give another one
 SHORT = {name: key for name, key in SHORT_FOR_EVAL.items() if name != "samples"}
 INHERITED = ("prompt.", "task.")  # of a run's checkpoint; its task has the few-shot examples
-KEPT = ("eval.max_new_tokens", "eval.stop", "model.max_length")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -255,10 +254,9 @@ def load(
     overrides = overrides_of(settings, MeasureConfig, SHORT, ("tokenizer", "config", "trust"))
     source = source_of(model, tokenizer, overrides)
 
-    def is_used(key: str) -> bool:
-        return key.startswith(INHERITED) or key in KEPT
-
-    inherited = inherited_settings([source], overrides, trust, is_used, config, PYTHON)
+    inherited = inherited_settings(
+        [source], overrides, trust, lambda key: key.startswith(INHERITED) or key in KEPT, config, PYTHON
+    )
     values = {"eval.temperature": TEMPERATURE, **inherited, **overrides}
     cfg = settings_of(MeasureConfig, None, values)
     return LoadedModel(source, *served(source, cfg), values)

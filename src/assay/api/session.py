@@ -33,14 +33,14 @@ from assay.api.arguments import (
     task_settings,
 )
 from assay.api.notebook import new_console
-from assay.build.trust import guard_run
+from assay.build.trust import guard_run, leaves
 from assay.config import RewardConfig, TrainConfig
 from assay.envs.base import StepLimit
 from assay.rewards import functions
 from assay.rewards.functions import judge_at, register_function
 from assay.rewards.pool import serialized
 from assay.runs import checkpoints
-from assay.runs.console import Console, asker, is_distributed
+from assay.runs.console import Console, is_distributed
 from assay.runs.directory import as_name
 from assay.runs.files import read_json
 from assay.runs.resolve import check_fixed, find_run, is_complete, run_settings
@@ -444,10 +444,7 @@ def resumed(
             f"steps={2 * int(read_json(path / 'summary.json').get('steps', 1))}; its results: assay.load_run({name!r})"
         )
     check_fixed(before, cfg, path.name)
-
-    foreign = guard_run(before, path, typed=overrides, trust=trust, ask=asker(), allow="trust=True")
-    if foreign is not None:
-        foreign.check_settings()
+    guard_run(before, path, typed=overrides, trust=trust, allow="trust=True")
     isolate_judge(cfg.reward, {}, console)
     console.announce(f"loading {cfg.model.source}")
     with reopened(path, before, cfg, console) as training:
@@ -467,14 +464,9 @@ def check_objects(before: TrainConfig, after: TrainConfig, run: str) -> None:
             raise UserError(f"run {run} uses {name} of the program that started it: pass it again ({key})")
 
 
-def objects_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def objects_in(settings: Any) -> Iterator[tuple[str, str]]:
     """Paths of objects of a program in settings, by dotted key."""
-    if isinstance(settings, str) and settings.startswith(functions.OBJECT):
-        yield key, settings
-    elif isinstance(settings, Mapping | list):
-        pairs = settings.items() if isinstance(settings, Mapping) else enumerate(settings)
-        for name, value in pairs:
-            yield from objects_in(value, f"{key}.{name}".lstrip("."))
+    return ((key.lstrip("."), text) for key, text in leaves("", settings) if text.startswith(functions.OBJECT))
 
 
 _consoles: list[Console] = []  # of the runs in progress: there may be several threads with one each

@@ -72,8 +72,11 @@ class EngineBenchmark:
         self.progress.run = len(self.speeds)
         serve = partial(generate, self.engine, report=self._report)
         self.completions, seconds = timed(serve, self.requests, self.device)
-        self.speeds.append(count_tokens(self.completions, self.work) / seconds)
-        self.stats |= stats_of(self.engine)
+        lengths = [len(completion.token_ids) for group in self.completions for completion in group]
+        assert lengths == self.work.new_tokens, "a sequence did not reach its length"
+        self.speeds.append(sum(lengths) / seconds)
+        if isinstance(self.engine, NativeEngine):
+            self.stats |= {name: getattr(self.engine.stats, name) for name in STATS}
         self.stats.setdefault("peak_memory_gib", peak_memory_gib(self.device))
         return self.requests
 
@@ -159,12 +162,6 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def count_tokens(completions: Sequence[Sequence[Completion]], work: Workload) -> int:
-    lengths = [len(completion.token_ids) for group in completions for completion in group]
-    assert lengths == work.new_tokens, "a sequence did not reach its length"
-    return sum(lengths)
-
-
 def free_memory(device: torch.device) -> None:
     """Release cached memory and reset the peak."""
     gc.collect()
@@ -176,10 +173,6 @@ def free_memory(device: torch.device) -> None:
 def peak_memory_gib(device: torch.device) -> float | None:
     """Peak memory of tensors on the GPU, including weights and KV cache; None on other devices."""
     return round(torch.cuda.max_memory_allocated(device) / 2**30, 3) if device.type == "cuda" else None
-
-
-def stats_of(engine: Engine) -> dict[str, Any]:
-    return {name: getattr(engine.stats, name) for name in STATS} if isinstance(engine, NativeEngine) else {}
 
 
 # Agreement with the trainer
@@ -339,22 +332,13 @@ def measure_startup(work: Workload, options: Options, progress: Progress | None 
 
 def seconds_to_first_token(words: Sequence[str], environment: dict[str, str]) -> float:
     with tempfile.TemporaryFile("w+") as errors:
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "assay", *words],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        try:
+        start, command = time.perf_counter(), [sys.executable, "-m", "assay", *words]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
             assert process.stdout is not None
             printed = any(line.strip() == FIRST_TOKEN for line in process.stdout)
             seconds = time.perf_counter() - start
             process.communicate()
-        finally:
-            process.kill()
-            process.wait()
         if printed:
             return seconds
         errors.seek(0)

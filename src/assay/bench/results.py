@@ -54,7 +54,9 @@ def summarize(name: str, first_name: str, values: Sequence[float], digits: int) 
 
 def save(path: Path, machine: Facts, versions: Facts, command: str, rows: Sequence[Row]) -> None:
     """Add rows to a file. Rows with the same id and system are replaced."""
-    merged = with_ratios(merge(earlier_rows(path, machine, versions), rows))
+    earlier = earlier_rows(path, machine, versions)
+    # Rows that were measured again keep their position.
+    merged = with_ratios([*{key_of(row): row for row in (*earlier, *rows)}.values()])
     write(path, {"machine": dict(machine), "versions": dict(versions), "command": command, "rows": merged})
 
 
@@ -89,11 +91,6 @@ def read(path: Path) -> dict[str, Any]:
 def key_of(row: Row) -> tuple[str, str, bool]:
     """A system may have two rows: with and without log-probabilities."""
     return row["id"], row["system"], bool(row.get("logprobs", True))
-
-
-def merge(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """Rows that were measured again keep their position."""
-    return list({key_of(row): row for row in (*earlier, *rows)}.values())
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:

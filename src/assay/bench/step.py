@@ -26,7 +26,7 @@ from assay.bench.results import summarize
 from assay.bench.workload import Sequences, StepOptions, Workload, command_options, parse_settings
 from assay.build.models import build_engine, choose_token_budget, prepare_policy
 from assay.build.problems import build_algorithm
-from assay.build.run import stored_precision
+from assay.build.run import build_updater, stored_precision
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.engine import BaseEngine
@@ -40,7 +40,6 @@ from assay.text import Renderer, word_tokenizer
 from assay.text.tokenizer import SPECIALS
 from assay.training.learner.learner import Learner, freeze_reference
 from assay.training.learner.low_memory import lower_precision
-from assay.training.learner.optim import make_optimizer
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
 from assay.training.progress import RunState, Schedule
@@ -98,19 +97,9 @@ def make_policy(
 def make_learner(policy: PolicyModel, cfg: TrainConfig, progress: Progress) -> Learner:
     dtype = pick_dtype(cfg.dtype, policy.device)
     prepare_policy(policy, cfg.train, dtype=dtype)
-    tokens = cfg.train.token_budget or choose_token_budget(
-        policy, dtype, Mesh(policy.device), cfg.train.activation_checkpointing
-    )
-    updater = Updater(
-        policy,
-        make_optimizer(policy, cfg.optim),
-        temperature=cfg.sampling.temperature,
-        max_grad_norm=cfg.optim.max_grad_norm,
-        token_budget=tokens,
-        offload_reference=cfg.train.offload_reference,
-        dtype=dtype,
-        progress=progress,
-    )
+    mesh, recompute = Mesh(policy.device), cfg.train.activation_checkpointing
+    cfg.train.token_budget = cfg.train.token_budget or choose_token_budget(policy, dtype, mesh, recompute)
+    updater = build_updater(cfg, policy, mesh, dtype, progress)
     return Learner(cfg, build_algorithm(cfg), updater, Schedule(total_steps=sys.maxsize))
 
 
@@ -123,12 +112,12 @@ class StepBenchmark:
     options: StepOptions
     source: OnPolicySource
     learner: Learner
+    progress: RunProgress
+    driver: DriverMemory
     state: RunState = field(default_factory=RunState)
     seconds: list[float] = field(default_factory=list)  # of each step
     parts: list[dict[str, float]] = field(default_factory=list)  # seconds of each part of each step
     memory: dict[str, float | None] | None = None  # measured at the end, unless it was set before
-    progress: RunProgress | None = None
-    driver: DriverMemory | None = None
 
     @property
     def collector(self) -> Collector:
@@ -145,8 +134,7 @@ class StepBenchmark:
     def step(self) -> list[Group]:
         """One step of the loop of `assay train`, with the device synchronized between its parts."""
         learner, state, device = self.learner, self.state, self.device
-        if self.progress is not None:
-            self.progress.run = len(self.seconds)
+        self.progress.run = len(self.seconds)
         start = now(device)
         sampled = self.source.next(state)
         learner.credit(sampled.groups)
@@ -191,7 +179,7 @@ class StepBenchmark:
             **summarize("step_s", "first_step_s", self.seconds, digits=4),
             "trained_tokens": self.trained_tokens,
             **(self.memory or peak_memory(self.device)),
-            **(self.driver.row() if self.driver else {}),
+            **self.driver.row(),
             "parts_s": {name: round(median(step[name] for step in self.parts[1:]), 4) for name in self.parts[0]},
             **self.work.settings(),
             **settings_of(self.cfg, self.options, self.learner.updater),
@@ -221,7 +209,7 @@ def step_benchmark(work: Workload, options: StepOptions, progress: Progress | No
         with JudgePool(judge_by_hash, cfg.reward.workers, cfg.reward.timeout_s) as judge:
             collector = Collector(engine, renderer, judge, progress=shown)
             source = OnPolicySource(cfg, learner.algo, collector, prompts, learner.schedule)
-            yield StepBenchmark(cfg, work, options, source, learner, progress=shown, driver=driver)
+            yield StepBenchmark(cfg, work, options, source, learner, shown, driver)
 
 
 def random_prompts(work: Workload, vocab_size: int, steps: int) -> list[Prompt]:

@@ -27,42 +27,17 @@ if TYPE_CHECKING:
 LONGEST = 1 << 19  # tokens; of random weights, the length is not limited by training
 
 
-def qwen2(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    head_dim: int,
-    vocab_size: int,
-    kv_heads: int = 2,
-    tied: bool = True,
-    **others: Any,
-) -> ModelSpec:
-    """The shape of a Qwen2.5 model; `others` replace what it has in common with its relatives."""
+QWEN2 = {"family": "qwen2", "max_length": LONGEST, "rope_theta": 1e6, "qkv_bias": True, "tied": True}
+QWEN3 = QWEN2 | {"family": "qwen3", "qkv_bias": False, "qk_norm": True}
+LLAMA3 = QWEN2 | {"family": "llama", "qkv_bias": False, "rope_theta": 5e5, "tied": False}
+SIZES = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab_size")
+
+
+def shaped(family: dict[str, Any], *sizes: int) -> ModelSpec:
+    """`family`: what a model has in common with its relatives. `sizes`: the values of `SIZES`."""
     from assay.models import ModelSpec
 
-    common: dict[str, Any] = {"family": "qwen2", "max_length": LONGEST, "rope_theta": 1e6, "qkv_bias": True}
-    return ModelSpec(
-        vocab_size=vocab_size,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
-        tied=tied,
-        **common | others,
-    )
-
-
-def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelSpec:
-    family: dict[str, Any] = {"family": "qwen3", "qkv_bias": False, "qk_norm": True}
-    return qwen2(hidden, intermediate, layers, heads, head_dim=128, vocab_size=151936, kv_heads=8, **family)
-
-
-def llama3_8b() -> ModelSpec:
-    family: dict[str, Any] = {"family": "llama", "qkv_bias": False, "rope_theta": 5e5}
-    return qwen2(4096, 14336, layers=32, heads=32, head_dim=128, vocab_size=128256, kv_heads=8, tied=False, **family)
+    return ModelSpec(**family | dict(zip(SIZES, sizes, strict=True)))
 
 
 def tiny_llama() -> ModelSpec:
@@ -72,15 +47,13 @@ def tiny_llama() -> ModelSpec:
 
 
 SHAPES: dict[str, Callable[[], ModelSpec]] = {
-    "0.5b": partial(qwen2, 896, 4864, layers=24, heads=14, head_dim=64, vocab_size=151936),  # Qwen2.5 0.5B
-    "0.6b": partial(qwen3, 1024, 3072, layers=28, heads=16),  # Qwen3 0.6B
-    "1.5b": partial(qwen2, 1536, 8960, layers=28, heads=12, head_dim=128, vocab_size=151936),  # Qwen2.5 1.5B
-    "4b": partial(qwen3, 2560, 9728, layers=36, heads=32),  # Qwen3 4B
-    "7b": partial(  # Qwen2.5 7B
-        qwen2, 3584, 18944, layers=28, heads=28, head_dim=128, vocab_size=152064, kv_heads=4, tied=False
-    ),
-    "8b": llama3_8b,  # Llama 3.1 8B
-    "tiny": partial(qwen2, 64, 128, layers=2, heads=4, head_dim=16, vocab_size=512),  # for tests
+    "0.5b": partial(shaped, QWEN2, 896, 4864, 24, 14, 2, 64, 151936),  # Qwen2.5 0.5B
+    "0.6b": partial(shaped, QWEN3, 1024, 3072, 28, 16, 8, 128, 151936),  # Qwen3 0.6B
+    "1.5b": partial(shaped, QWEN2, 1536, 8960, 28, 12, 2, 128, 151936),  # Qwen2.5 1.5B
+    "4b": partial(shaped, QWEN3, 2560, 9728, 36, 32, 8, 128, 151936),  # Qwen3 4B
+    "7b": partial(shaped, QWEN2 | {"tied": False}, 3584, 18944, 28, 28, 4, 128, 152064),  # Qwen2.5 7B
+    "8b": partial(shaped, LLAMA3, 4096, 14336, 32, 32, 8, 128, 128256),  # Llama 3.1 8B
+    "tiny": partial(shaped, QWEN2, 64, 128, 2, 4, 2, 16, 512),  # for tests
     "tiny-llama": tiny_llama,  # for measurements on a CPU
 }
 

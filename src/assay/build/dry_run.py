@@ -145,48 +145,44 @@ def estimate_memory(cfg: TrainConfig, spec: ModelSpec, algo: Algorithm | None) -
 def dry_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
     """Build a run, check its inputs and predict its cost, without training. Yields the report line by line."""
     with deterministic(cfg.train.deterministic, cfg.device):
-        yield from try_run(cfg, console)
-
-
-def try_run(cfg: TrainConfig, console: Console) -> Iterator[str]:
-    check_writable(Path(cfg.runs_dir))
-    started = time.perf_counter()
-    mesh = start_mesh(cfg)
-    source = model_source(cfg.model, cfg.runs_dir)
-    run = assemble(cfg, console, source, mesh, started, checked_texts=READ)
-    collector, stream, learner = run.collector, run.source.prompts, run.learner
-    with collector:
-        prompts = stream.next(min(max(cfg.train.prompts, PROMPTS), 64))
-        lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
-        longest, limit = max(lengths), collector.engine.info.max_length
-        task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
-        problems = len(stream.prompts)
-        listed = plural(problems, "train problem") if problems < UNLIMITED else "an endless train split"
-        yield f"task {task}: {listed}; {plural(run.schedule.total_steps, 'step')}"
-        new = cfg.sampling.max_new_tokens
-        yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
-        if longest + new > limit:
-            yield f"warning: prompt and answer can exceed the context of {limit} tokens; longer answers are cut off"
-        verdict = check_judge(collector.judge, prompts[0])
-        if collector.env is None or collector.env.judged:
-            yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
-        if cfg.sft.steps:
-            first_batch = run.demonstrations[: cfg.sft.batch]
-            rows = solution_rows(first_batch, collector.renderer, learner.policy.max_length)
-            longest_solution = plural(max(sum(row.trained) for row in rows), "token")
-            yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
-        if learner.algo.needs.reference:
-            load_reference(learner.updater, cfg, run.tokenizer, console)
-        sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
-        if collector.env is not None:
-            try_env(collector.env, prompts[0])
-        start_s = time.perf_counter() - started
-        if has_rl_steps(cfg):
-            yield try_update(cfg, collector, learner, prompts)
-            if room_for_updates(learner):
-                speeds, work = measure(run, prompts, start_s)
-                yield from describe_cost(work, speeds, task, mesh.device)
-    yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
+        check_writable(Path(cfg.runs_dir))
+        started = time.perf_counter()
+        mesh = start_mesh(cfg)
+        source = model_source(cfg.model, cfg.runs_dir)
+        run = assemble(cfg, console, source, mesh, started, checked_texts=READ)
+        collector, stream, learner = run.collector, run.source.prompts, run.learner
+        with collector:
+            prompts = stream.next(min(max(cfg.train.prompts, PROMPTS), 64))
+            lengths = [*map(len, collector.renderer.all_prompt_ids(prompts))]
+            longest, limit = max(lengths), collector.engine.info.max_length
+            task = " ".join(filter(None, (cfg.env.name, cfg.task.name)))
+            problems = len(stream.prompts)
+            listed = plural(problems, "train problem") if problems < UNLIMITED else "an endless train split"
+            yield f"task {task}: {listed}; {plural(run.schedule.total_steps, 'step')}"
+            new = cfg.sampling.max_new_tokens
+            yield f"prompts of {min(lengths)} to {longest} tokens, answers of up to {new}; context {limit}"
+            if longest + new > limit:
+                yield f"warning: prompt and answer can exceed the context of {limit} tokens; longer answers are cut off"
+            verdict = check_judge(collector.judge, prompts[0])
+            if collector.env is None or collector.env.judged:
+                yield f"the judge works: an empty answer is '{verdict.status}' with reward {verdict.reward:g}"
+            if cfg.sft.steps:
+                first_batch = run.demonstrations[: cfg.sft.batch]
+                rows = solution_rows(first_batch, collector.renderer, learner.policy.max_length)
+                longest_solution = plural(max(sum(row.trained) for row in rows), "token")
+                yield f"warm start: {plural(cfg.sft.steps, 'step')} on solutions of up to {longest_solution}"
+            if learner.algo.needs.reference:
+                load_reference(learner.updater, cfg, run.tokenizer, console)
+            sizes = memory_by_purpose(cfg, learner, collector.engine, longest)
+            if collector.env is not None:
+                try_env(collector.env, prompts[0])
+            start_s = time.perf_counter() - started
+            if has_rl_steps(cfg):
+                yield try_update(cfg, collector, learner, prompts)
+                if room_for_updates(learner):
+                    speeds, work = measure(run, prompts, start_s)
+                    yield from describe_cost(work, speeds, task, mesh.device)
+        yield from memory_report(sizes, mesh, run.cfg.train.token_budget)
 
 
 def describe_cost(work: Work, speeds: Speeds, task: str, device: torch.device) -> Iterator[str]:

@@ -110,12 +110,18 @@ def writing(dest: Path) -> Iterator[Path]:
 
 
 def export_folder(options: Export, console: Console) -> dict[str, Any]:
+    import torch
+
+    from assay.models import save_model
+
     dtype = options.dtype or "float32"
     model, tokenizer, checkpoint = load_model_of(options, console)
     with writing(options.dest) as folder:
         console.announce(f"writing {options.dest}")
-        save(model, tokenizer, folder, dtype)
-        write_card(folder, checkpoint, contents_of(options, f"A Hugging Face folder with weights in {dtype}"))
+        eos, pad, bos = tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id
+        save_model(model, folder, getattr(torch, dtype), eos_ids=eos, pad_id=pad, bos_id=bos)
+        tokenizer.save(folder)
+        write_card(folder, checkpoint, options, f"A Hugging Face folder with weights in {dtype}")
     return {"format": dtype}
 
 
@@ -140,8 +146,8 @@ def export_gguf(options: Export, console: Console) -> dict[str, Any]:
                 "llama.cpp does not know this tokenizer: it can load the weights only, assay also the tokenizer"
             )
         if not is_file(options.dest):
-            contents = contents_of(options, f"A GGUF file with weights in {kind}", file=file.name, notes=notes)
-            write_card(folder, checkpoint, contents)
+            files = f"A GGUF file with weights in {kind}"
+            write_card(folder, checkpoint, options, files, file=file.name, notes=notes)
     return {"format": kind, "notes": notes}
 
 
@@ -152,14 +158,13 @@ def export_adapter(options: Export, console: Console) -> dict[str, Any]:
         for name, content in files.items():
             (folder / name).write_bytes(content)
         tokenizer.save(folder)
-        write_card(folder, checkpoint, contents_of(options, "A LoRA adapter for PEFT, with the tokenizer", base=base))
+        write_card(folder, checkpoint, options, "A LoRA adapter for PEFT, with the tokenizer", base=base)
     return {"format": f"adapter of {base}"}
 
 
 def load_model_of(options: Export, console: Console) -> tuple[PolicyModel, Tokenizer, Path | None]:
-    what = f"loading {options.source}"
-    console.announce(what)
-    return load_resolved(options.source, options.runs_dir, partial(load, report=partial(console.progress, what)))
+    with console.loading(options.source) as report:
+        return load_resolved(options.source, options.runs_dir, partial(load, report=report))
 
 
 def load(source: str, report: LoadReport) -> tuple[PolicyModel, Tokenizer, Path | None]:
@@ -211,24 +216,12 @@ def load_adapter(source: str) -> tuple[dict[str, bytes], Tokenizer, Path]:
     return files, load_tokenizer(source), checkpoint
 
 
-def save(model: PolicyModel, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
-    import torch
-
-    from assay.models import save_model
-
-    target = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    save_model(model, folder, target, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
-    tokenizer.save(folder)
-
-
-def contents_of(options: Export, files: str, **more: Any) -> Contents:
+def write_card(folder: Path, checkpoint: Path | None, options: Export, files: str, **more: Any) -> None:
+    """`files`: what was exported, in words. `more`: of `Contents`."""
     title = (options.push or options.dest.name).rpartition("/")[2]
     if options.push:
         more["location"] = options.push
-    return Contents(title, options.source, files, versions(), **more)
-
-
-def write_card(folder: Path, checkpoint: Path | None, contents: Contents) -> None:
+    contents = Contents(title, options.source, files, versions(), **more)
     run = (checkpoint.parent.parent, checkpoints.step_of(checkpoint)) if checkpoint else ()
     (folder / CARD).write_text(model_card(contents, *run), encoding="utf-8")
 
@@ -329,36 +322,28 @@ def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> str:
     is_final = bool(after) and summary.get("steps") == step
     if is_final:
         rows.append(cells(name, split, after["accuracy"], after["ci95"], after["n"]))
-    elif (row := measured(files, step)) is not None:
+    elif evaluated := [
+        row for row in files.metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None
+    ]:
+        row = evaluated[-1]
         ends = [row.get("eval/low"), row.get("eval/high")]
         rows.append(cells(name, "validation during training", row["eval/accuracy"], ends, None))
     if not rows:
         return "The run has no evaluation of these weights."
     table = ["| | split | accuracy | 95 % interval | problems |", "|---|---|---|---|---|", *rows]
     if is_final and paired:
-        table += ["", paired_test(after["accuracy"] - before["accuracy"], paired)]
+        gain, changed = after["accuracy"] - before["accuracy"], f"{paired['gained']} gained, {paired['lost']} lost"
+        test = f"{100 * gain:+.1f} points on the same problems: {changed}, paired p = {paired['p_value']:.2g}."
+        table += ["", f"{test} One run with one seed."]
     elif not is_final and step:
         table += ["", "These weights were not evaluated after the training: there is no paired test."]
     return "\n".join(table)
-
-
-def measured(files: RunFiles, step: int) -> Mapping[str, Any] | None:
-    """The line of metrics with the evaluation during training at a step."""
-    rows = [row for row in files.metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None]
-    return rows[-1] if rows else None
 
 
 def cells(name: str, split: Any, accuracy: float, ends: Sequence[Any], problems: int | None) -> str:
     known = all(isinstance(end, int | float) for end in ends)
     interval = " to ".join(f"{100 * end:.1f}" for end in ends) + " %" if known else ""
     return f"| {name} | {split} | {100 * accuracy:.1f} % | {interval} | {'' if problems is None else problems} |"
-
-
-def paired_test(difference: float, paired: Mapping[str, Any]) -> str:
-    return (
-        f"{100 * difference:+.1f} points on the same problems: {paired['gained']} gained, {paired['lost']} "
-        f"lost, paired p = {paired['p_value']:.2g}. One run with one seed."
-    )
 
 
 def usage(contents: Contents) -> str:

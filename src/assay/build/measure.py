@@ -20,7 +20,7 @@ from assay.config.settings import COMMAND_LINE, Caller, load_settings, reset_alt
 from assay.rewards import JudgePanel
 from assay.rewards.pool import Item
 from assay.runs import checkpoints
-from assay.runs.console import Console, asker, percent
+from assay.runs.console import Console, percent
 from assay.runs.resolve import PREFIX, SETTINGS, describe_changes, find_run, run_settings, saved_settings, split_tag
 from assay.tasks import Task
 from assay.tasks.base import UNLIMITED, prompts_of
@@ -107,11 +107,9 @@ def inherited_settings(
             folder = find_run(name, Path(str(overrides.get("runs_dir", TrainConfig().runs_dir))))
             cfg = run_settings(folder)
             warn_of_changes(cfg, folder)
-            allow = "--trust" if caller is COMMAND_LINE else "trust=True"
-            foreign = guard_run(cfg, folder, typed=overrides, trust=trust, ask=asker(), allow=allow)
             values = evaluation_settings(cfg, overrides, lambda key: key not in NOT_INHERITED and is_used(key))
-            if foreign is not None:
-                foreign.check_settings(values)
+            allow = "--trust" if caller is COMMAND_LINE else "trust=True"
+            guard_run(cfg, folder, typed=overrides, trust=trust, used=values, allow=allow)
             return values
     return {}
 
@@ -182,13 +180,12 @@ def measure_models(
     first: Report | None = None
     try:
         for model in dict.fromkeys(models):
-            if loaded and model in loaded:
-                report, groups = measure(model, *loaded[model], cfg, task, prompts, console)
-            else:
-                renderer, engine = build_server(model, cfg, task, console)
-                try:
-                    report, groups = measure(model, renderer, engine, cfg, task, prompts, console)
-                finally:
+            known = (loaded or {}).get(model)
+            renderer, engine = known or build_server(model, cfg, task, console)
+            try:
+                report, groups = measure(model, renderer, engine, cfg, task, prompts, console)
+            finally:
+                if known is None:
                     engine.close()
             entry = entry_of(model, cfg, report)
             if first is not None:
@@ -318,16 +315,11 @@ class ScoreConfig(Section):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
 
 
-def from_rollout(row: DataRow) -> DataRow:
-    """Rename the fields of a row of a run's rollouts, where the completion is called text."""
-    values = row.values
-    if "completion" in values or not {"text", "prompt_id"} <= set(values):
-        return row
-    return replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
-
-
-def as_item(row: DataRow, task: Task | None, optional_gold: bool = False) -> Item:
+def as_item(row: DataRow, task: Task | None, optional_gold: bool) -> Item:
     """The judge's input: the completion, the gold answer, and all other fields."""
+    values = row.values
+    if "completion" not in values and {"text", "prompt_id"} <= set(values):  # of a run's rollouts
+        row = replace(row, values={**(values.get("fields") or {}), **values, "completion": values["text"]})
     completion = row.values.get("completion")
     if not isinstance(completion, str):
         problem = "is not a string" if "completion" in row.values else "is missing"

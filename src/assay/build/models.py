@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from assay.build.problems import READ, first_prompts
-from assay.checks.settings import PRESET, PRESET_TOKENIZERS, unused_tokenizer
+from assay.checks.settings import PRESET, PRESET_TOKENIZERS, SERVER_SECTIONS, unused_tokenizer
 from assay.config import (
     EngineConfig,
     EnvConfig,
@@ -23,7 +23,6 @@ from assay.config import (
     MeasureConfig,
     ModelConfig,
     PromptConfig,
-    RemoteEngineConfig,
     ServeConfig,
     TrainConfig,
 )
@@ -293,12 +292,10 @@ def build_engine(
 
 def backend_settings(cfg: TrainConfig | MeasureConfig | ServeConfig, renderer: Renderer) -> dict[str, Any]:
     """Arguments that only the chosen backend has: its section of the settings."""
-    if cfg.engine.name not in ("assay", "vllm", "sglang"):
+    if cfg.engine.name not in SERVER_SECTIONS:
         return {}
-    if isinstance(cfg, ServeConfig):
-        raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
-    sections: dict[str, RemoteEngineConfig] = {"assay": cfg.server, "vllm": cfg.vllm, "sglang": cfg.sglang}
-    return {"settings": with_engine_nodes(sections[cfg.engine.name]), "save_tokenizer": renderer.tokenizer.save}
+    section = getattr(cfg, SERVER_SECTIONS[cfg.engine.name])
+    return {"settings": with_engine_nodes(section), "save_tokenizer": renderer.tokenizer.save}
 
 
 def is_custom_backend(cfg: EngineConfig) -> bool:
@@ -330,12 +327,8 @@ def custom_backend(path: str) -> Callable[..., Engine]:
     return build
 
 
-def connect_endpoint(
-    model: str, cfg: MeasureConfig | ServeConfig, task: Task | None
-) -> tuple[MessageRenderer, OpenAIEngine]:
+def connect_endpoint(model: str, cfg: MeasureConfig, task: Task | None) -> tuple[MessageRenderer, OpenAIEngine]:
     """Renderer and engine for a model behind an endpoint. Neither weights nor a tokenizer are loaded."""
-    if isinstance(cfg, ServeConfig):
-        raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
     style: Literal["chat", "raw"] = "chat" if cfg.openai.api == "chat" else "raw"
     if cfg.prompt.style not in ("auto", style):
         api = "completions" if style == "chat" else "chat"
@@ -352,7 +345,10 @@ def build_server(
     The console shows the progress of loading, and then a line that describes the model. `any_style`: a model without
     a chat template gets a renderer in raw style, unless the settings name a style.
     """
-    if cfg.engine.name == ENDPOINT:
+    if isinstance(cfg, ServeConfig):
+        if cfg.engine.name in (*SERVER_SECTIONS, ENDPOINT):
+            raise UserError("assay serve has its own engine: set engine.name to auto, native or hf")
+    elif cfg.engine.name == ENDPOINT:
         return connect_endpoint(model, cfg, task)
     if model.startswith(PRESET):
         raise UserError(f"{model} is untrained: give a checkpoint (run:NAME@last), a folder, a hub id or a GGUF file")

@@ -249,7 +249,6 @@ class Layout:
     """A division of the GPUs, and what a simulation says of it. Colocated: engines and learners take turns."""
 
     engine_gpus: int
-    learner_gpus: int
     engine: EngineFit
     learner: LearnerFit
     pipeline: Pipeline
@@ -285,7 +284,7 @@ def layout(spec: ModelSpec, work: StepWork, cluster: Cluster, learner_gpus: int,
         judge=JUDGE_S / max(engine_gpus, 8),
     )
     result = simulate(pipeline, *steps_of(work))
-    return Layout(engine_gpus, learner_gpus, engine, learner, pipeline, result)
+    return Layout(engine_gpus, engine, learner, pipeline, result)
 
 
 def steps_of(work: StepWork) -> tuple[int, int]:
@@ -308,7 +307,9 @@ def layouts(spec: ModelSpec, work: StepWork, cluster: Cluster, staleness: int = 
     check_work(spec, work, cluster)
     found = [layout(spec, work, cluster, cluster.gpus, 0)]
     if cluster.gpus > 1 and staleness:
-        tried = {number: layout(spec, work, cluster, number, staleness) for number in first_guesses(cluster.gpus)}
+        shares = (0.125, 0.25, 0.375, 0.5, 0.75)  # of the GPUs for learners, to begin with
+        guesses = {max(1, min(cluster.gpus - 1, round(cluster.gpus * share))) for share in shares}
+        tried = {number: layout(spec, work, cluster, number, staleness) for number in sorted(guesses)}
         for _ in range(3):  # halve the distance to the neighbours of the best
             fits = sorted(number for number, made in tried.items() if made)
             if not fits:
@@ -322,11 +323,6 @@ def layouts(spec: ModelSpec, work: StepWork, cluster: Cluster, staleness: int = 
                     tried[middle] = layout(spec, work, cluster, middle, staleness)
         found += tried.values()
     return sorted((made for made in found if made), key=lambda made: made.result.step)
-
-
-def first_guesses(gpus: int) -> list[int]:
-    """Numbers of GPUs for learners."""
-    return sorted({max(1, min(gpus - 1, round(gpus * share))) for share in (0.125, 0.25, 0.375, 0.5, 0.75)})
 
 
 def check_work(spec: ModelSpec, work: StepWork, cluster: Cluster) -> None:

@@ -12,11 +12,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -85,26 +84,22 @@ from assay.training.recorder import Recorder, RunEvaluator
 from assay.training.run import TrainingRun
 from assay.training.sources import OnPolicySource, PromptStream, Replay
 from assay.training.sync import PROBE_PROMPTS, Method, WeightSync, probe_sequences, verify_method
-from assay.types import Prompt, UserError
+from assay.types import Progress, Prompt, UserError
 
 CHECKED_TEXTS = 1_000  # prompts and solutions that a run tokenizes at its start; a dry run checks more
 
 
 def new_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     """Build a run from its settings. Errors in the settings are raised before the run directory is created."""
-    with deterministic(cfg.train.deterministic, cfg.device):
-        return create_run(cfg, console)
-
-
-def create_run(cfg: TrainConfig, console: Console) -> TrainingRun:
     started = time.perf_counter()
     require_command_line(cfg)
-    mesh = start_mesh(cfg)
-    planned = mesh.on_main(lambda: planned_name(cfg, console))
-    run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
-    if run.learner.algo.needs.reference:
-        load_reference(run.learner.updater, cfg, run.tokenizer, console)
-    inherit_replay(run)
+    with deterministic(cfg.train.deterministic, cfg.device):
+        mesh = start_mesh(cfg)
+        planned = mesh.on_main(lambda: planned_name(cfg, console))
+        run = assemble(cfg, console, named_model(cfg, mesh), mesh, started)
+        if run.learner.algo.needs.reference:
+            load_reference(run.learner.updater, cfg, run.tokenizer, console)
+        inherit_replay(run)
     mesh.barrier()  # if one rank fails, all ranks end before the run directory is created
     run.directory.path = mesh.on_main(lambda: Run.create(Path(cfg.runs_dir), cfg.name or "run", to_toml(run.cfg)).path)
     if run.directory.name != planned:  # another process has created a run of this name meanwhile
@@ -134,32 +129,29 @@ def planned_name(cfg: TrainConfig, console: Console) -> str:
 
 def resume_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
     """Resume a run from its last intact checkpoint. Everything that was written after that checkpoint is deleted."""
-    with deterministic(cfg.train.deterministic, cfg.device):
-        return reopen_run(cfg, directory, console)
-
-
-def reopen_run(cfg: TrainConfig, directory: Run, console: Console) -> TrainingRun:
     started = time.perf_counter()
     require_command_line(cfg)
-    mesh, path = start_mesh(cfg), directory.path
-    step = last_checkpoint(cfg, path, mesh, console)
-    source, base_damaged = resumed_model(cfg, path, step, mesh, console)
-    adapters = checkpoints.folder(path, step) / checkpoint.ADAPTER if cfg.lora.rank and step is not None else None
-    run = assemble(cfg, console, source, mesh, started, directory, adapters)
-    if base_damaged:  # replaced by the model of the settings; `load_adapter` has compared fingerprints
-        checkpoint.save_base(path, run.learner.policy, run.tokenizer, mesh.is_main)
-    if step is not None:
-        state = checkpoint.read_state(path, step, run.state_dict().keys())
-        run.load_state_dict(state, checkpoint.load_queue(path, step))
-        # Else it was stopped in its warm start or its first evaluation.
-        run.resumed = step > 0 or (run.state.unmeasured is None and not run.state.sft_step)
-        run.recorder.started -= run.state.wall_s
-    if run.learner.algo.needs.reference:
-        load_reference(run.learner.updater, cfg, run.tokenizer, console, path if run.resumed else None, run.state.step)
-    if step is not None:
-        load_tensors(run, step)
-    else:
-        inherit_replay(run)
+    with deterministic(cfg.train.deterministic, cfg.device):
+        mesh, path = start_mesh(cfg), directory.path
+        step = last_checkpoint(cfg, path, mesh, console)
+        source, base_damaged = resumed_model(cfg, path, step, mesh, console)
+        adapters = checkpoints.folder(path, step) / checkpoint.ADAPTER if cfg.lora.rank and step is not None else None
+        run = assemble(cfg, console, source, mesh, started, directory, adapters)
+        learner = run.learner
+        if base_damaged:  # replaced by the model of the settings; `load_adapter` has compared fingerprints
+            checkpoint.save_base(path, learner.policy, run.tokenizer, mesh.is_main)
+        if step is not None:
+            state = checkpoint.read_state(path, step, run.state_dict().keys())
+            run.load_state_dict(state, checkpoint.load_queue(path, step))
+            # Else it was stopped in its warm start or its first evaluation.
+            run.resumed = step > 0 or (run.state.unmeasured is None and not run.state.sft_step)
+            run.recorder.started -= run.state.wall_s
+        if learner.algo.needs.reference:
+            load_reference(learner.updater, cfg, run.tokenizer, console, path if run.resumed else None, run.state.step)
+        if step is not None:
+            load_tensors(run, step)
+        else:
+            inherit_replay(run)
     mesh.barrier()
     if mesh.is_main:
         directory.truncate_after(-1 if step is None else step)  # last: a resume that fails changes nothing
@@ -290,7 +282,9 @@ def assemble(
     verify = verify_method(cfg.engine, engine)
     check_capabilities(cfg, engine, has_rl_steps(cfg), verify, console)
     prepare_policy(policy, cfg.train, mesh.world, dtype)
-    updater = build_updater(cfg, policy, mesh, dtype, console)
+    updater = build_updater(cfg, policy, mesh, dtype, console.progress)
+    if cfg.train.process == "separate":
+        updater = SubprocessUpdater.of(updater)
     updater.critic = critic if critic and critic.shared else None
     if directory is None and mesh.is_main and (text := disk_warning(cfg, checkpoint_bytes(cfg, policy))):
         console.warn(text)
@@ -413,8 +407,8 @@ def load_policy(
     return policy
 
 
-def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype, console: Console) -> Updater:
-    updater = Updater(
+def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torch.dtype, progress: Progress) -> Updater:
+    return Updater(
         policy,
         make_optimizer(policy, cfg.optim),
         temperature=cfg.sampling.temperature,
@@ -423,9 +417,8 @@ def build_updater(cfg: TrainConfig, policy: PolicyModel, mesh: Mesh, dtype: torc
         offload_reference=cfg.train.offload_reference and mesh.world == 1,  # shards are never moved
         dtype=dtype,
         mesh=mesh,
-        progress=console.progress,
+        progress=progress,
     )
-    return updater if cfg.train.process == "same" else SubprocessUpdater.of(updater)
 
 
 def shard_and_build_engine(
@@ -521,24 +514,18 @@ def carried_out(training: TrainingRun, console: Console, resume: Callable[[Train
 def check_updates(training: TrainingRun) -> None:
     """Raise if a complete run has changed no weights because of values that were not finite."""
     path = training.path
-    rows = read_metrics(path)
-    if every_update_skipped(rows):
+    rows = [row for row in read_metrics(path) if "optim/updates" in row]
+    updates, skipped, faults = (
+        sum(row.get(f"optim/{name}", 0.0) for row in rows) for name in ("updates", "skipped", "non_finite")
+    )
+    if faults > 0 and skipped == updates:
         remedy = "lower optim.lr, set dtype = 'float32', or check custom weights, rewards, advantages or losses"
-        if terms := non_finite_terms(next(row for row in reversed(rows) if "optim/updates" in row)):
+        if terms := non_finite_terms(rows[-1]):
             remedy = "fix it"
         raise UserError(
             f"the run is complete, but every update was skipped, because {terms or 'the loss or the gradient'} was not "
             f"finite; its batches are saved in {path / 'skipped'}: {remedy}, and start a new run"
         )
-
-
-def every_update_skipped(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run has changed no weights because of values that were not finite. `rows`: its metrics."""
-    updates, skipped, faults = (
-        sum(row.get(f"optim/{name}", 0.0) for row in rows if "optim/updates" in row)
-        for name in ("updates", "skipped", "non_finite")
-    )
-    return faults > 0 and skipped == updates
 
 
 def describe_stop(training: TrainingRun, resume: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import PathFinder
@@ -26,6 +26,7 @@ from pydantic_core import to_jsonable_python
 from assay.config import TrainConfig
 from assay.config.settings import Resource, keys, resource_of
 from assay.rewards import functions
+from assay.runs.console import asker
 from assay.runs.files import user_folder
 from assay.tasks.datasets import PREFIX as REASONING_GYM
 from assay.types import UserError
@@ -33,7 +34,6 @@ from assay.types import UserError
 PATHS = (Resource.FILE, Resource.DATA)
 NOT_CHECKED_AT_START = (Resource.CODE, Resource.DATA)  # code is checked when it is imported
 UNCONFINED = "allow_unconfined"  # argument of tasks with which programs that a model wrote can do anything
-Ask = Callable[[str], bool]  # asks the user a yes-or-no question
 
 _unconfirmed: list[ForeignRun] = []  # runs whose code may not be imported yet
 
@@ -49,9 +49,9 @@ class Named(NamedTuple):
 class ForeignRun:
     """A run directory that the user has neither started nor trusted."""
 
-    def __init__(self, cfg: TrainConfig, folder: Path, typed: Mapping[str, Any], ask: Ask | None, allow: str) -> None:
+    def __init__(self, cfg: TrainConfig, folder: Path, typed: Mapping[str, Any], allow: str) -> None:
         self.folder = folder
-        self._cfg, self._typed, self._ask, self._allow = cfg, typed, ask, allow
+        self._cfg, self._typed, self._allow = cfg, typed, allow
         code = {functions.normalized(text) for text in code_names(cfg)}
         self._code = code - {functions.normalized(text) for _, text in leaves("", dict(typed))}
 
@@ -60,11 +60,8 @@ class ForeignRun:
         if functions.normalized(path) in self._code:
             self._confirm()
 
-    def check_settings(self, used: Iterable[str] | None = None) -> None:
-        """Raise unless the user consents to the programs, hosts, environment variables and files that settings name.
-
-        `used`: keys of the settings that the command uses; None: all of them.
-        """
+    def check_settings(self, used: Iterable[str] | None) -> None:
+        """Raise unless the user consents to the programs, hosts, environment variables and files that settings name."""
         for entry in named_outside(self._cfg, self.folder):
             if entry.resource in NOT_CHECKED_AT_START or is_within(entry.key, self._typed):
                 continue
@@ -72,8 +69,8 @@ class ForeignRun:
                 return self._confirm()
 
     def _confirm(self) -> None:
-        what = describe(self._cfg, self.folder)
-        if self._ask is None or not self._ask(f"{self.folder} {what}. Trust it?"):
+        what, ask = describe(self._cfg, self.folder), asker()
+        if ask is None or not ask(f"{self.folder} {what}. Trust it?"):
             raise UserError(f"{self.folder} {what}: read its config.toml, and add {self._allow} if you trust it")
         remember_trust(self._cfg)
         remove_guard(self.folder)
@@ -85,22 +82,23 @@ def guard_run(
     *,
     typed: Mapping[str, Any] | None = None,
     trust: bool = False,
-    ask: Ask | None = None,
+    used: Iterable[str] | None = None,
     allow: str = "--trust",
-) -> ForeignRun | None:
-    """From now on, ask before importing code that the settings of this run name. None: the user has consented already.
+) -> None:
+    """Raise unless the user consents to what the settings of this run name. Ask for code later, before its import.
 
-    `typed`: settings of the current command, which imply consent. `allow`: the option that the error message suggests.
+    `typed`: settings of the current command, which imply consent. `used`: keys of the settings that the command uses;
+    None: all of them. `allow`: the option that the error message suggests.
     """
     remove_guard(folder)
     if trust:
         remember_trust(cfg)
     if trust or is_trusted(cfg):
-        return None
-    run = ForeignRun(cfg, folder, typed or {}, ask, allow)
+        return
+    run = ForeignRun(cfg, folder, typed or {}, allow)
     _unconfirmed.append(run)
     functions.guard = check_import
-    return run
+    run.check_settings(used)
 
 
 def remove_guard(folder: Path) -> None:

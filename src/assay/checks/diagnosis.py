@@ -138,15 +138,13 @@ def problems_needed(count: int, gained: int, lost: int, difference: float) -> in
 
 
 def memory_full(run: RunHistory) -> Diagnosis | None:
-    for name, what, keys in (
-        ("memory/gpu", "GPU memory", ("train.token_budget", "engine.kv_cache_gib", "train.activation_checkpointing")),
-        ("memory/host", "main memory", ("train.token_budget", "engine.kv_cache_gib", "reward.workers")),
+    batch = now(run.config, "engine.max_batch")
+    for name, what, more in (
+        ("memory/gpu", "GPU memory", f"train.activation_checkpointing = true, {batch}"),
+        ("memory/host", "main memory", "reward.workers"),
     ):
         if window := run.lasting(at_least(name, FULL), MIN_STEPS):
-            listed = ", ".join(map(window.now, keys[:2]))
-            more = keys[2]
-            if more == "train.activation_checkpointing":
-                more = f"{more} = true, {window.now('engine.max_batch')}"
+            listed = f"{window.now('train.token_budget')}, {window.now('engine.kv_cache_gib')}"
             return Diagnosis(
                 "memory_full",
                 f"{percent(max(values(window.rows, name)))} of the {what} was in use {window.span} ({name})",

@@ -83,7 +83,13 @@ def explain_no_signal(window: Window) -> Diagnosis | None:
         return None
     unreadable = window.mean("status/no_answer") + window.mean("status/unparsable")
     if window.mean("reward/correct") >= NEARLY_ALL:
-        return explain_solved(window)
+        if not window.from_start:
+            return None
+        return Diagnosis(
+            "too_easy",
+            f"{percent(window.mean('reward/correct'))} of the answers {window.span} were correct",
+            "the model has nothing left to learn here; train on harder problems (task.name, task.path, task.args)",
+        )
     if window.mean("length/truncated") >= NEARLY_ALL:
         return explain_truncation(window)
     if unreadable >= NEARLY_ALL:
@@ -95,16 +101,6 @@ def explain_no_signal(window: Window) -> Diagnosis | None:
             f"({window.now('reward.extract')}, reward.strict = false), or train it by a warm start (sft.steps)",
         )
     return explain_equal_rewards(window)
-
-
-def explain_solved(window: Window) -> Diagnosis | None:
-    if not window.from_start:
-        return None
-    return Diagnosis(
-        "too_easy",
-        f"{percent(window.mean('reward/correct'))} of the answers {window.span} were correct",
-        "the model has nothing left to learn here; train on harder problems (task.name, task.path, task.args)",
-    )
 
 
 def explain_truncation(window: Window) -> Diagnosis:

@@ -69,26 +69,22 @@ def run(args: argparse.Namespace) -> int:
             stream.reconfigure(errors="replace")
     with Console(sys.stderr) as console:  # answers on stdout may be piped to another program
         console.announce(f"loading {args.models[0]}")  # the imports below take seconds
-        return converse_with(args, cfg, console)
+        from assay.cli.chat_screen import Screen
+        from assay.cli.chat_session import ChatSession, TaskQuestions, answer_all, converse
+        from assay.rollout import sampling_params
 
-
-def converse_with(args: argparse.Namespace, cfg: ChatConfig, console: Console) -> int:
-    from assay.cli.chat_screen import Screen
-    from assay.cli.chat_session import ChatSession, TaskQuestions, answer_all, converse
-    from assay.rollout import sampling_params
-
-    questions = TaskQuestions(cfg, load_settings(ChatConfig, None, args.overrides))
-    if {"task", "task.name"} & set(args.overrides):
-        questions.task(cfg.task.name)  # report a mistake in it now, not at the first question
-    try:
-        models = [load_chat_model(model, args, questions, console) for model in args.models]
-        console.stop()
-        session = ChatSession(models, questions, sampling_params(cfg.eval, cfg.eval.samples), cfg.seed, Screen())
-        if args.prompt:
-            return answer_all(session, [text.encode("utf-8", "replace").decode("utf-8") for text in args.prompt])
-        return converse(session) if sys.stdin.isatty() else answer_all(session, sys.stdin)
-    finally:
-        questions.close()
+        questions = TaskQuestions(cfg, load_settings(ChatConfig, None, args.overrides))
+        if {"task", "task.name"} & set(args.overrides):
+            questions.task(cfg.task.name)  # report a mistake in it now, not at the first question
+        try:
+            models = [load_chat_model(model, args, questions, console) for model in args.models]
+            console.stop()
+            session = ChatSession(models, questions, sampling_params(cfg.eval, cfg.eval.samples), cfg.seed, Screen())
+            if args.prompt:
+                return answer_all(session, [text.encode("utf-8", "replace").decode("utf-8") for text in args.prompt])
+            return converse(session) if sys.stdin.isatty() else answer_all(session, sys.stdin)
+        finally:
+            questions.close()
 
 
 def settings_of(

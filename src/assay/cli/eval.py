@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from assay.build.measure import Measured, answer_rows, measure_models, measure_settings, result_table
+from assay.build.measure import answer_rows, measure_models, measure_settings, result_table
 from assay.config import MeasureConfig
 from assay.runs.console import Console, percent
 from assay.types import UserError
@@ -56,18 +56,15 @@ def run(args: argparse.Namespace) -> int:
         check_new(file)
     with Console(sys.stderr if args.json == STDOUT else None) as console:
         console.announce(f"loading {args.models[0]}")
-        return evaluate_models(args, cfg, console)
-
-
-def evaluate_models(args: argparse.Namespace, cfg: MeasureConfig, console: Console) -> int:
-    results: list[dict[str, Any]] = []
-    for measured in measure_models(args.models, cfg, console, data=args.data or ""):
-        if args.answers:
-            write_answers(Path(args.answers), measured)
-        results.append(measured.entry)
-    console.table(*result_table(results))
-    for entry in results if results[0]["samples"] > 1 else ():
-        console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
+        results: list[dict[str, Any]] = []
+        for measured in measure_models(args.models, cfg, console, data=args.data or ""):
+            if args.answers:
+                with Path(args.answers).open("a", encoding="utf-8") as out:
+                    out.writelines(json.dumps(row) + "\n" for row in answer_rows(measured.model, measured.groups))
+            results.append(measured.entry)
+        console.table(*result_table(results))
+        for entry in results if results[0]["samples"] > 1 else ():
+            console.note(f"pass@k of {entry['model']}  {curve_of(entry)}")
     if args.json == STDOUT:
         print(json.dumps(results, indent=1))
     elif args.json:
@@ -82,12 +79,6 @@ def settings_of(args: argparse.Namespace) -> MeasureConfig:
     split = {"eval.final_split": args.split} if args.split else {}
     overrides = {**args.overrides, **split}
     return measure_settings(args.models, overrides, data=args.data or "", config=args.config, trust=args.trust)
-
-
-def write_answers(file: Path, measured: Measured) -> None:
-    with file.open("a", encoding="utf-8") as out:
-        for row in answer_rows(measured.model, measured.groups):
-            out.write(json.dumps(row) + "\n")
 
 
 def check_new(file: str | None) -> None:

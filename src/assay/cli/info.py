@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from assay.runs.environment import Extra, extras, machine, versions
+from assay.runs.environment import extras, machine, versions
 from assay.runs.files import print_json
 from assay.system.memory import free_main_memory
 from assay.types import describe_error
@@ -42,11 +42,12 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """All facts. What cannot be found out has the reason as its value: a broken installation is when this is needed."""
+    found = probed(extras)
     return {
         "versions": probed(versions),
         "machine": probed(machine) | probed(memory_and_compiler),
         "torch": probed(torch_facts),
-        "extras": {extra.name: describe(extra) for extra in probed_list(extras)},
+        "extras": {} if "error" in found else found,  # damaged metadata of packages
     }
 
 
@@ -55,13 +56,6 @@ def probed(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return read()
     except Exception as error:  # whatever it is
         return {"error": describe_error(error)}
-
-
-def probed_list(read: Callable[[], list[Extra]]) -> list[Extra]:
-    try:
-        return read()
-    except Exception:  # damaged metadata of packages
-        return []
 
 
 def memory_and_compiler() -> dict[str, Any]:
@@ -90,15 +84,6 @@ def torch_facts() -> dict[str, Any]:
         "default_device": str(pick_device("auto")),
         "threads": torch.get_num_threads(),
         "gpus": devices,
-    }
-
-
-def describe(extra: Extra) -> dict[str, Any]:
-    return {
-        "installed": extra.installed,
-        "packages": dict(extra.packages),
-        "outdated": list(extra.outdated),
-        "install": extra.install,
     }
 
 

@@ -67,11 +67,10 @@ def main(argv: Sequence[str] | None = None, command: Callable[[list[str]], int] 
             stream.reconfigure(errors="backslashreplace")
     # Threads of OpenMP that spin while waiting slow everything down as soon as another process needs the core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    debug = "--debug" in split_client(words)[0]
+    own, client = split_client(words)
+    words = [word for word in own if word != "--debug"] + client
     with printable_output():  # data, model output and file names are untrusted
-        own, client = split_client(words)
-        words = [word for word in own if word != "--debug"] + client
-        return run(command or dispatch, words, debug, own_process=argv is None)
+        return run(command or dispatch, words, "--debug" in own, own_process=argv is None)
 
 
 def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_process: bool) -> int:
@@ -228,7 +227,7 @@ def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[
     while rest:
         word = rest.pop(0)
         key, equals, _ = word.partition("=")
-        if not word.startswith("--") or key in parser.options:
+        if not word.startswith("--") or key in parser._option_string_actions:
             command_words.append(word)
             continue
         value_follows = not equals and bool(rest) and not rest[0].startswith("--")
@@ -240,14 +239,6 @@ def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[
 
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as UserError, in one line, instead of printing the usage."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.options: set[str] = set()  # names of all options, except those of groups
-        super().__init__(**settings)
-
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        self.options.update(names)
-        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message} (see {self.prog} --help)")

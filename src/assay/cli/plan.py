@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     spec, work = spec_of(args.model), work_of(args)
     cluster = Cluster(args.gpus, args.gpu, args.per_node)
     found = layouts(spec, work, cluster, args.staleness)
-    delta = with_delta(spec, work, cluster, found[0])
+    sync = sync_seconds(spec, cluster, DELTA)
+    delta = sync, simulate(replace(found[0].pipeline, sync=sync), *steps_of(work)).step
     if args.json:
         print_json(as_json(spec, work, cluster, found, delta))
         return 0
@@ -101,15 +102,10 @@ def work_of(args: argparse.Namespace) -> StepWork:
     return StepWork(*amounts, args.answer_tokens, drawn_lengths(mean, args.answer_tokens))
 
 
-def with_delta(spec: ModelSpec, work: StepWork, cluster: Cluster, best: Layout) -> tuple[float, float]:
-    """Seconds of a weight sync and of a step if only the bytes that change are sent."""
-    sync = sync_seconds(spec, cluster, DELTA)
-    return sync, simulate(replace(best.pipeline, sync=sync), *steps_of(work)).step
-
-
 def report(
     spec: ModelSpec, work: StepWork, cluster: Cluster, found: list[Layout], delta: tuple[float, float], name: str
 ) -> Iterator[str]:
+    """`delta`: seconds of a weight sync and of a step if only the bytes that change are sent."""
     best = found[0]
     yield (
         f"{name}: {count(spec.parameters)} parameters on {cluster.gpus} x {cluster.gpu.upper()}; "
@@ -119,7 +115,7 @@ def report(
     yield "engines + learners   s per step   tokens/s   engines   learner   sync   age   limited by"
     for made in found[:SHOWN]:
         result = made.result
-        gpus = "all in turns" if made.colocated else f"{made.engine_gpus} + {made.learner_gpus}"
+        gpus = "all in turns" if made.colocated else f"{made.engine_gpus} + {made.learner.gpus}"
         yield (
             f"{gpus:>18}{result.step:13,.1f}{result.tokens_per_s:11,.0f}{result.engines_busy:9.0%} "
             f"{result.learner_busy:9.0%} {result.syncing:6.0%} {result.staleness:5.1f}   {result.bottleneck}"
@@ -155,7 +151,7 @@ def as_json(
         "layouts": [
             {
                 "engine_gpus": made.engine_gpus,
-                "learner_gpus": made.learner_gpus,
+                "learner_gpus": made.learner.gpus,
                 "colocated": made.colocated,
                 "engine": asdict(made.engine),
                 "learner": asdict(made.learner),

@@ -52,13 +52,12 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         return plot(runs)
     comparison = RunComparison(runs)
-    facts = comparison.facts
+    facts = comparison.results
     if len(runs) == 1 and (problems := facts[0]["problems"]):
         raise UserError(f"{runs[0].path} cannot be read as a run: {problems[0]}")
     if not args.json:
-        Console().table(*comparison.results())
-        print_resume_commands(facts)
-        print_problems(facts)
+        Console().table(*comparison.results_table())
+        print_advice(facts)
     if len(runs) > 1 or args.json:
         compare(comparison, args.json, args.output or (picture_path(runs) if comparing else None))
     return 0
@@ -82,8 +81,7 @@ def list_all(args: argparse.Namespace) -> int:
         for fact in facts:
             if fact["error"]:
                 print(f"{fact['run']} failed: {fact['error']}")
-        print_resume_commands(facts)
-        print_problems(facts)
+        print_advice(facts)
     return 0
 
 
@@ -97,15 +95,12 @@ def plot(runs: Sequence[Run]) -> int:
     return 0
 
 
-def print_resume_commands(facts: Sequence[Mapping[str, Any]]) -> None:
-    """How to resume runs that were stopped or killed."""
+def print_advice(facts: Sequence[Mapping[str, Any]]) -> None:
+    """How to resume runs that were stopped or killed, and the files of damaged runs that cannot be read."""
     for fact in facts:
         if fact["state"] in ("interrupted", "stopped"):
             print(f"{fact['run']} was {fact['state']}; to resume it: {resume_command(Path(fact['path']))}")
 
-
-def print_problems(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Files of damaged runs that cannot be read."""
     for fact in facts:
         for problem in fact.get("problems", ()):
             print(one_line(f"{fact['run']}: {problem}"))
@@ -115,7 +110,8 @@ def compare(comparison: RunComparison, as_json: bool, picture: Path | None) -> N
     """Print the comparison. `picture`: where the curves are drawn; None for nowhere."""
     drawn = draw(comparison.metrics, picture) if picture else None
     if as_json:
-        print_json({**comparison.to_dict(), "curves": drawn and str(drawn)})
+        facts = {"runs": comparison.results, "differences": comparison.settings, "final": comparison.paired}
+        print_json({**facts, "curves": drawn and str(drawn)})
         return
     console = Console()
     for (title, headings, rows), notes in comparison.sections():

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from assay.build.measure import ScoreConfig, as_item, from_rollout, inherited_settings
+from assay.build.measure import ScoreConfig, as_item, inherited_settings
 from assay.cli.eval import add_config
 from assay.config.settings import load_settings
 from assay.evals.stats import wilson
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     task = make_task(cfg.task.name, cfg.task.path or None, **cfg.task.args) if cfg.task.name else None
     other = second_judge(args.against, task, cfg.reward.extract)
     rows = read_rows(source)
-    items = [as_item(from_rollout(row), task, optional_gold=functions == [MODEL_JUDGE]) for row in rows]
+    items = [as_item(row, task, optional_gold=functions == [MODEL_JUDGE]) for row in rows]
     verdicts = judge_all(build_judge_pool(cfg.reward, task, cfg.judge), items, "judging")
     check_verdicts(verdicts)
     audited = judge_all(judge_pool(other, cfg.reward), items, f"judging with {args.against}") if other else None

@@ -9,9 +9,8 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from assay.build.measure import inherited_settings
@@ -40,6 +39,8 @@ TAKES_CLIENT = True
 MAX_FRONTENDS = 4
 OF_CLASSIFIERS = ("http.", "runs_dir", "device", "threads", "engine.dtype")  # settings that apply to them
 
+Hook = Callable[[], None]  # called when the server is ready, or when it stops
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder, hub id, GGUF file or run:NAME@STEP")
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
+        from assay.server.server import address_of
         from assay.server.service import api_key_of
         from assay.system.http_server import bind
     except ImportError:
@@ -66,46 +68,30 @@ def run(args: argparse.Namespace) -> int:
     cfg = settings_of(args)
     key = api_key_of(cfg.http)  # before the model is loaded
     client = ClientProgram(args.client[1:]) if args.client else None
-    listener = bind(cfg.http.host, cfg.http.port)
-    hooks = Hooks(cfg.http.name or args.model, listener, key, client)
-    try:
+    cfg.http.name = cfg.http.name or args.model
+    with bind(cfg.http.host, cfg.http.port) as listener:
+        url = f"{address_of(listener)}/v1"
+
+        def on_ready() -> None:
+            say(f"serving {cfg.http.name} at {url}{'' if client else ' (Ctrl-C stops)'}")
+            if client is not None:
+                client.start(url, key)
+
+        def on_stop() -> None:
+            if client is None or client.running:
+                say("stopping: finishing the running requests")
+            if client is not None:
+                client.stop()
+
         if is_classifier(args.model):
             check_classifier_settings(cfg, parse_overrides(args.settings))
-            run_classifier(args.model, cfg, listener, hooks)
+            run_classifier(args.model, cfg, listener, on_ready, on_stop)
         else:
-            run_language_model(args.model, cfg, listener, hooks)
-    finally:
-        listener.close()
+            run_language_model(args.model, cfg, listener, on_ready, on_stop)
     return 0 if client is None else client.exit_code()
 
 
-@dataclass
-class Hooks:
-    """What is done when the server is ready, and when it stops."""
-
-    name: str  # of the model
-    listener: socket.socket
-    api_key: str
-    client: ClientProgram | None
-
-    def __post_init__(self) -> None:
-        from assay.server.server import address_of
-
-        self.url = f"{address_of(self.listener)}/v1"
-
-    def on_ready(self) -> None:
-        say(f"serving {self.name} at {self.url}{'' if self.client else ' (Ctrl-C stops)'}")
-        if self.client is not None:
-            self.client.start(self.url, self.api_key)
-
-    def on_stop(self) -> None:
-        if self.client is None or self.client.running:
-            say("stopping: finishing the running requests")
-        if self.client is not None:
-            self.client.stop()
-
-
-def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket, hooks: Hooks) -> None:
+def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket, on_ready: Hook, on_stop: Hook) -> None:
     from assay.build.models import build_server
     from assay.server.server import Serving, serve
 
@@ -116,11 +102,11 @@ def run_language_model(model: str, cfg: ServeConfig, listener: socket.socket, ho
             console.note("the model has no chat template: /v1/chat/completions is not available")
     if cfg.http.frontends < 0:
         cfg.http.frontends = default_frontends(str(engine.info.device))
-    serving = Serving(renderer, cfg.http, hooks.name, has_chat, hooks.on_ready, hooks.on_stop)
+    serving = Serving(renderer, cfg.http, cfg.http.name, has_chat, on_ready, on_stop)
     serve(cast("Engine", engine), serving, listener)
 
 
-def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket, hooks: Hooks) -> None:
+def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket, on_ready: Hook, on_stop: Hook) -> None:
     from assay.rewards.reward_model import RewardModelProcess
     from assay.server.classify import serve_classifier
 
@@ -131,7 +117,7 @@ def run_classifier(model: str, cfg: ServeConfig, listener: socket.socket, hooks:
         console.end_operation()
         size, labels = count(info["parameters"]), plural(len(info["labels"]), "label")
         console.note(f"{model}: a classification model with {labels}, {size} parameters, {info['where']}")
-    serve_classifier(process, cfg.http, hooks.name, listener, hooks.on_ready, hooks.on_stop)
+    serve_classifier(process, cfg.http, cfg.http.name, listener, on_ready, on_stop)
 
 
 def check_classifier_settings(cfg: ServeConfig, given: Mapping[str, Any]) -> None:
@@ -155,11 +141,8 @@ def say(text: str) -> None:
 
 def settings_of(args: argparse.Namespace) -> ServeConfig:
     """The prompt and length settings of a run's checkpoint, then the options."""
-
-    def is_used(key: str) -> bool:
-        return key.startswith("prompt.") or key == "model.max_length"
-
-    inherited = inherited_settings([args.model], args.overrides, args.trust, is_used)
+    used = ("prompt.", "model.max_length")
+    inherited = inherited_settings([args.model], args.overrides, args.trust, lambda key: key.startswith(used))
     cfg = load_settings(ServeConfig, None, {**inherited, **args.overrides})
     if cfg.prompt.few_shot and not cfg.prompt.few_shot_file:
         if "prompt.few_shot" in args.overrides:

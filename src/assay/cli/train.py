@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from assay.config import CLUSTER_MEMBER, LoopConfig, TrainConfig
 from assay.config.settings import load_settings
 from assay.runs import Run
-from assay.runs.console import Console, asker, finite, make_console, percent
+from assay.runs.console import Console, finite, make_console, percent
 from assay.runs.directory import RunFiles, as_name, free_name, setting
 from assay.runs.resolve import (
     check_fixed,
@@ -95,11 +95,9 @@ def resume(args: argparse.Namespace, overrides: dict[str, Any], console: Console
         console.note(finished)
         return 0
     if not args.config:  # which the user has given, and which has the same settings
-        foreign = guard_run(before, path, typed=overrides, trust=args.trust, ask=asker())
-        if foreign is not None:
-            foreign.check_settings()
+        guard_run(before, path, typed=overrides, trust=args.trust)
     if starts_cluster(cfg):
-        return on_cluster(cfg, path, ["--resume", str(path.resolve()), "--trust"], args, console)
+        return on_cluster(cfg, path, (), args, console)
     console.announce(f"loading {cfg.model.source}")
     from assay.build.run import reopened
 
@@ -113,7 +111,9 @@ def starts_cluster(cfg: TrainConfig) -> bool:
 
 
 def on_cluster(cfg: TrainConfig, path: Path, first: Sequence[str], args: argparse.Namespace, console: Console) -> int:
-    """Train with processes that Ray starts. `path`: of the run. `first`: the arguments of their first command."""
+    """Train with processes that Ray starts. `path`: of the run. `first`: the arguments of their first command; none:
+    they resume it.
+    """
     from assay.checks.settings import check_settings
 
     check_settings(cfg)
@@ -121,7 +121,7 @@ def on_cluster(cfg: TrainConfig, path: Path, first: Sequence[str], args: argpars
 
     settings = [word for word in args.settings if word.partition("=")[0] != "--name"]
     again = ["--resume", str(path.resolve()), "--trust"]
-    commands = Commands(["train", *first, *settings], ["train", *again, *settings], path.resolve())
+    commands = Commands(["train", *(first or again), *settings], ["train", *again, *settings], path.resolve())
     return launch(cfg, commands, console.note)
 
 

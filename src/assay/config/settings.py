@@ -338,17 +338,10 @@ def equivalents() -> list[Equivalent]:
 
 
 SECTIONS = {  # other names of sections
-    "checkpoint": "save",
-    "data": "task",
-    "dataset": "task",
-    "environment": "env",
-    "evaluation": "eval",
-    "generation": "sampling",
-    "logging": "log",
-    "optimiser": "optim",
-    "optimizer": "optim",
-    "rollout": "sampling",
-    "trainer": "train",
+    **{"checkpoint": "save", "environment": "env", "evaluation": "eval", "logging": "log", "trainer": "train"},
+    **dict.fromkeys(("data", "dataset"), "task"),
+    **dict.fromkeys(("generation", "rollout"), "sampling"),
+    **dict.fromkeys(("optimiser", "optimizer"), "optim"),
 }
 PRIMARY = ("optim", "train", "sampling")  # sections that are meant if a key of several sections is given without one
 

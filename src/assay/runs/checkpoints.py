@@ -32,9 +32,9 @@ def folder(run_path: Path, step: int) -> Path:
     return run_path / "checkpoints" / f"step-{step:06d}"
 
 
-def unfinished(run_path: Path, step: int) -> Path:
-    """Temporary path of the checkpoint of a step, while it is written."""
-    return _unfinished(folder(run_path, step))
+def unfinished(target: Path) -> Path:
+    """Temporary path of a folder while it is written."""
+    return target.with_name(f"{_SAVING}{target.name}")
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def atomic_folder(target: Path, **facts: Any) -> Iterator[Path]:
     """A folder to fill. When the block ends, it gets a complete.json with `facts` and is renamed to `target`. After an
     error it is deleted.
     """
-    temporary = _unfinished(target)
+    temporary = unfinished(target)
     try:
         make_folder(target.parent)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -214,10 +214,6 @@ def recover(run_path: Path) -> None:
         for leftover in (*parent.glob(f"{_SAVING}*"), *parent.glob(f"{_DELETING}*")):
             shutil.rmtree(leftover, ignore_errors=True)
         remove_temporaries(parent)
-
-
-def _unfinished(target: Path) -> Path:
-    return target.with_name(f"{_SAVING}{target.name}")
 
 
 def write_marker(checkpoint: Path, **facts: Any) -> None:

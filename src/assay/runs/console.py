@@ -157,11 +157,6 @@ class Operation:
     first: tuple[int, int, float] | None = None  # (done, tokens, time) of the first count: imports come before it
     updated: float = -math.inf
 
-    def line_is_due(self, done: int, tokens: int, last_line_at: float, now: float) -> bool:
-        """Whether a plain line is due. Time before the operation does not count: it may be one of many short ones."""
-        interval = INTERVAL if done or tokens else IDLE_INTERVAL
-        return now - max(self.started, last_line_at) >= interval
-
     def facts(self, done: int, total: int, unit: str, tokens: int, now: float, most_tokens: int = 0) -> str:
         """How far it is, tokens per second and the remaining time.
 
@@ -283,6 +278,8 @@ class Console:
         self, operation: Operation, done: int, total: int, unit: str, tokens: int, most_tokens: int
     ) -> None:
         now, what = self._now(), operation.what
+        # Time before the operation does not count: it may be one of many short ones.
+        silent_s = now - max(operation.started, self._last_line_at)
         if self._live and now - operation.updated >= _REFRESH:
             if operation.row is None:
                 operation.row = self._add_row(one_line(what), total=None, delayed=True)
@@ -290,7 +287,7 @@ class Console:
             completed, bar = (tokens, most_tokens) if most_tokens else (done, total if total > 1 else None)
             self._display.update(operation.row, completed=completed, total=bar, facts=escape(facts))
             operation.updated = now
-        elif not self._live and operation.line_is_due(done, tokens, self._last_line_at, now):
+        elif not self._live and silent_s >= (INTERVAL if done or tokens else IDLE_INTERVAL):
             self._print("  ".join(filter(None, (what, operation.facts(done, total, unit, tokens, now, most_tokens)))))
 
     @contextmanager

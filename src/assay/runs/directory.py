@@ -64,7 +64,11 @@ def acquire(run_path: Path) -> None:
     if path in _held:
         return
     file = path.open("a+")
-    if not any(_try_lock(file) for _ in _attempts()):
+    for _ in range(5):  # a process that lists runs holds each lock for an instant
+        if _try_lock(file):
+            break
+        time.sleep(0.05)
+    else:
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
@@ -113,13 +117,6 @@ def _try_lock(file: IO[str]) -> bool:
     except OSError as error:
         return error.errno not in (errno.EAGAIN, errno.EACCES)
     return True
-
-
-def _attempts() -> Iterator[int]:
-    """Several attempts: a process that lists runs holds each lock for an instant."""
-    for attempt in range(5):
-        yield attempt
-        time.sleep(0.05)
 
 
 def _lock_path(run_path: Path) -> Path:

@@ -7,8 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -105,43 +103,34 @@ def _gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-@dataclass(frozen=True)
-class Extra:
-    """An optional extra of the package. `packages`: installed versions; None for those that are missing."""
-
-    name: str
-    packages: Mapping[str, str | None]
-    outdated: tuple[str, ...]  # requirements that the installed versions do not meet
-    install: str  # the command
-
-    @property
-    def installed(self) -> bool:
-        return None not in self.packages.values() and not self.outdated
-
-
-def extras() -> list[Extra]:
-    """All extras, from the metadata of the installed package; none if it runs from a folder without metadata."""
+def extras() -> dict[str, Any]:
+    """All optional extras by name, from the metadata of the installed package; none if it runs from a folder without
+    metadata. `packages`: installed versions, None for those that are missing; `outdated`: requirements that the
+    installed versions do not meet; `install`: the command.
+    """
     from packaging.requirements import Requirement
 
     try:
         names = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
         requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     except metadata.PackageNotFoundError:
-        return []
+        return {}
     optional = [
         requirement for requirement in requirements if requirement.marker and "extra" in str(requirement.marker)
     ]
-    found = []
+    found = {}
     command = extra_commands("{}")[0 if _is_editable() else 1]
     for name in names:
         needed = [r for r in optional if r.marker and r.marker.evaluate({"extra": name})]
         packages = {requirement.name: version_of(requirement.name) for requirement in needed}
-        outdated = tuple(
+        outdated = [
             f"{requirement.name}{requirement.specifier}"
             for requirement in needed
             if (version := packages[requirement.name]) and not requirement.specifier.contains(version, prereleases=True)
-        )
-        found.append(Extra(name, packages, outdated, command.format(name)))
+        ]
+        installed = None not in packages.values() and not outdated
+        found[name] = {"installed": installed, "packages": packages, "outdated": outdated}
+        found[name]["install"] = command.format(name)
     return found
 
 

@@ -9,7 +9,6 @@ The plots are curves.png, and comparisons of runs. matplotlib is imported only i
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,17 +147,6 @@ METRICS: dict[str, dict[str, str]] = {
         "without file cache; omitted where `/proc` does not exist",
     },
 }
-
-_PLACEHOLDER = re.compile(r"NAME|LABEL|N|K")
-
-
-def meaning(metric: str) -> str | None:
-    """What a metric means; None if it is not in the list."""
-    listed = {name: text for part in METRICS.values() for name, text in part.items()}
-    if metric in listed:
-        return listed[metric]
-    patterns = ((_PLACEHOLDER.sub(lambda m: r"\d+" if m[0] in "NK" else r".+", name), name) for name in listed)
-    return next((listed[name] for pattern, name in patterns if re.fullmatch(pattern, metric)), None)
 
 
 def non_finite_terms(metrics: Mapping[str, Any]) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import keys, load_settings, toml_value
 from assay.runs import checkpoints
-from assay.runs.directory import Run, access_problem, is_run, list_runs
+from assay.runs.directory import Run, access_problem, is_run, list_runs, setting
 from assay.types import UserError, hide_credentials, unknown_name
 
 PREFIX = "run:"
@@ -162,7 +161,7 @@ def differences(first: TrainConfig, second: TrainConfig) -> list[str]:
     if not (first.train.token_budget and second.train.token_budget):
         same.add("train.token_budget")
     trees = first.model_dump(), second.model_dump()
-    pairs = [(key, *(_value(tree, key) for tree in trees)) for key, _ in keys(TrainConfig)]
+    pairs = [(key, *(setting(tree, key) for tree in trees)) for key, _ in keys(TrainConfig)]
     return [key for key, left, right in pairs if left != right and key not in same]
 
 
@@ -237,12 +236,6 @@ def changes_since_checkpoint(cfg: TrainConfig, run_path: Path, step: int) -> lis
     return [f"{key} changed since step {step}: {change}" for key, change in describe_changes(saved, cfg).items()]
 
 
-def _value(tree: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key; None if it is unset and determined by something else, such as the recipe."""
-    *sections, name = key.split(".")
-    return reduce(dict.__getitem__, sections, tree).get(name)
-
-
 def _text(cfg: TrainConfig, key: str) -> str:
-    value = _value(cfg.model_dump(), key)
+    value = setting(cfg.model_dump(), key)  # None if it is determined by something else, such as the recipe
     return "unset" if value is None else hide_credentials(toml_value(value))

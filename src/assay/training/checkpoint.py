@@ -108,7 +108,7 @@ def replicated(
 @contextmanager
 def saving_together(run_path: Path, step: int, mesh: Mesh) -> Iterator[Path]:
     """`checkpoints.saving` on all ranks: the main rank creates and renames the folder, and all of them write to it."""
-    writing: AbstractContextManager[Path] = nullcontext(checkpoints.unfinished(run_path, step))
+    writing: AbstractContextManager[Path] = nullcontext(checkpoints.unfinished(checkpoints.folder(run_path, step)))
     with checkpoints.saving(run_path, step) if mesh.is_main else writing as folder:
         mesh.barrier()  # the folder exists
         yield folder

@@ -270,9 +270,6 @@ class Library:
         unreadable = [text for texts in self._unreadable.values() for text in texts]
         return [*unreadable, *self._refused.values()]
 
-    def compare(self, query: CompareQuery) -> dict[str, Any]:
-        return compare(self.view(query.run_a), self.view(query.run_b), query)
-
 
 def unique(name: str, taken: set[str]) -> str:
     """The name, with a number if another run has it."""
@@ -289,63 +286,50 @@ def _age(path: Path) -> tuple[float, str]:
 # Routes
 
 
-class Endpoints:
+def endpoints(library: Library) -> dict[str, Callable[[Request], Any]]:
     """The requests of the page, by path."""
 
-    def __init__(self, library: Library) -> None:
-        self.library = library
+    def view(request: Request) -> RunView:
+        return library.view(request.path_params["run"])
 
-    def routes(self) -> dict[str, Callable[[Request], Any]]:
-        return {
-            "/api/runs": lambda request: self.library.runs(),
-            "/api/compare": self.compare,
-            "/api/runs/{run}": lambda request: self.view(request).detail(),
-            "/api/runs/{run}/metrics": self.metrics,
-            "/api/runs/{run}/prompts": self.prompts,
-            "/api/runs/{run}/rollouts": self.rollouts,
-            "/api/runs/{run}/rollouts/{source}/{step}/{index}": self.rollout,
-            "/api/runs/{run}/neighbors/{source}/{step}/{index}": self.neighbors,
-            "/api/runs/{run}/groups/{step}/{group}": self.group,
-            "/api/runs/{run}/story": lambda request: story(self.view(request), parsed(StoryQuery, request)),
-            "/api/runs/{run}/compare": self.compare,
-        }
-
-    def view(self, request: Request) -> RunView:
-        return self.library.view(request.path_params["run"])
-
-    def metrics(self, request: Request) -> Any:
-        return self.view(request).metrics(parsed(MetricsQuery, request))
-
-    def prompts(self, request: Request) -> Any:
-        return self.view(request).current_table().prompts(parsed(PromptsQuery, request))
-
-    def rollouts(self, request: Request) -> Any:
-        return self.view(request).rollouts(list_query(request, TRAIN))
-
-    def neighbors(self, request: Request) -> Any:
+    def neighbors(request: Request) -> Any:
         source = request.path_params["source"]
         step, index = path_integers(request, "step", "index")
-        return self.view(request).neighbors((source, step, index), list_query(request, source))
+        return view(request).neighbors((source, step, index), list_query(request, source))
 
-    def rollout(self, request: Request) -> Any:
-        return self.view(request).rollout(request.path_params["source"], *path_integers(request, "step", "index"))
+    def rollout(request: Request) -> Any:
+        return view(request).rollout(request.path_params["source"], *path_integers(request, "step", "index"))
 
-    def group(self, request: Request) -> Any:
+    def group(request: Request) -> Any:
         source = request.query_params.get("source") or TRAIN
-        return self.view(request).group(source, *path_integers(request, "step", "group"))
+        return view(request).group(source, *path_integers(request, "step", "group"))
 
-    def compare(self, request: Request) -> Any:
+    def compared(request: Request) -> Any:
         run = request.path_params.get("run")
-        return self.library.compare(parsed(CompareQuery, request, **({"run_a": run, "run_b": run} if run else {})))
+        query = parsed(CompareQuery, request, **({"run_a": run, "run_b": run} if run else {}))
+        return compare(library.view(query.run_a), library.view(query.run_b), query)
+
+    return {
+        "/api/runs": lambda request: library.runs(),
+        "/api/compare": compared,
+        "/api/runs/{run}": lambda request: view(request).detail(),
+        "/api/runs/{run}/metrics": lambda request: view(request).metrics(parsed(MetricsQuery, request)),
+        "/api/runs/{run}/prompts": lambda request: view(request).current_table().prompts(parsed(PromptsQuery, request)),
+        "/api/runs/{run}/rollouts": lambda request: view(request).rollouts(list_query(request, TRAIN)),
+        "/api/runs/{run}/rollouts/{source}/{step}/{index}": rollout,
+        "/api/runs/{run}/neighbors/{source}/{step}/{index}": neighbors,
+        "/api/runs/{run}/groups/{step}/{group}": group,
+        "/api/runs/{run}/story": lambda request: story(view(request), parsed(StoryQuery, request)),
+        "/api/runs/{run}/compare": compared,
+    }
 
 
 def make_app(library: Library, token: str, hosts: frozenset[str] = frozenset()) -> ASGIApp:
-    endpoints = Endpoints(library).routes().items()
     app = Starlette(
         routes=[
             Route("/", lambda request: static_file("index.html"), methods=["GET"]),
             Route("/static/{name}", lambda request: static_file(request.path_params["name"]), methods=["GET"]),
-            *(Route(path, answering(endpoint), methods=["GET"]) for path, endpoint in endpoints),
+            *(Route(path, answering(made), methods=["GET"]) for path, made in endpoints(library).items()),
             Route("/{rest:path}", lambda request: refused(request, "There is no such page.", 404), methods=["GET"]),
         ]
     )

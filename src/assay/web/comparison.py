@@ -31,39 +31,48 @@ class RunComparison:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.names = labels(runs)
-        self.facts = [describe(run) for run in runs]
+        self.results = [describe(run) for run in runs]
+        """the facts of each run"""
         self._runs = runs
 
     @cached_property
-    def finals(self) -> list[dict[str, Any]]:
-        """Paired tests on the answers after training."""
-        return final_comparisons(self._runs, self.names)
+    def paired(self) -> list[dict[str, Any]]:
+        """Each run compared with the first one on the answers after training; `problem` says why it is impossible."""
+        first, *others = [final_questions(run, name) for run, name in zip(self._runs, self.names, strict=True)]
+        return [
+            {"a": self.names[0], "b": name, **final_comparison(first, other)}
+            for name, other in zip(self.names[1:], others, strict=True)
+        ]
 
     @cached_property
-    def differences(self) -> dict[str, list[Any]]:
-        """Settings that differ: one value per run."""
-        return config_differences(self.facts)
+    def settings(self) -> dict[str, list[Any]]:
+        """Dotted keys whose values differ between runs whose settings can be read.
+
+        One value per run. None: not set, or not readable.
+        """
+        flat = [None if fact["config"] is None else flattened(fact["config"]) for fact in self.results]
+        known = [config for config in flat if config is not None]
+        keys = sorted({key for config in known for key in config} - set(SETTINGS_OF_MACHINE))
+        differing = [key for key in keys if any(config.get(key) != known[0].get(key) for config in known)]
+        return {key: [config and config.get(key) for config in flat] for key in differing}
 
     @cached_property
     def metrics(self) -> dict[str, Rows]:
         return {name: RunFiles(run.path).metrics() for name, run in zip(self.names, self._runs, strict=True)}
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"runs": self.facts, "differences": self.differences, "final": self.finals}
-
-    def results(self) -> Table:
+    def results_table(self) -> Table:
         """The facts of the runs, one column per run."""
-        columns = [cells(fact) for fact in self.facts]
+        columns = [cells(fact) for fact in self.results]
         headings = ["", *(column["run"] for column in columns)]
         rows = [[name, *(column[name] for column in columns)] for name in columns[0] if name != "run"]
-        if any(fact["error"] for fact in self.facts):
-            rows.insert(1, ["error", *(fact["error"] or UNKNOWN for fact in self.facts)])
+        if any(fact["error"] for fact in self.results):
+            rows.insert(1, ["error", *(fact["error"] or UNKNOWN for fact in self.results)])
         return "Results", headings, rows
 
     def sections(self) -> list[tuple[Table, Iterable[str]]]:
         """Tables that compare the runs, with notes on them. A table may have no rows."""
-        answers = [final_cells(final) for final in self.finals]
-        settings = [[key, *map(shown, row)] for key, row in self.differences.items()]
+        answers = [final_cells(final) for final in self.paired]
+        settings = [[key, *map(shown, row)] for key, row in self.settings.items()]
         return [
             (("Final answers", FINAL_HEADINGS, answers), self.final_notes()),
             (("Curves: first and last value", ["", *self.names], curve_cells(self.metrics)), ()),
@@ -72,7 +81,7 @@ class RunComparison:
 
     def final_notes(self) -> Iterator[str]:
         """What the table of final answers cannot say."""
-        for final in self.finals:
+        for final in self.paired:
             if final["problem"]:
                 yield final["problem"]
             elif not final["paired"]:
@@ -86,16 +95,16 @@ class RunComparison:
                     f"{plural(final['questions'], 'common question')} count ({final['only_a']} only in {final['a']}, "
                     f"{final['only_b']} only in {final['b']})"
                 )
-        if sum(final.get("p_value") is not None for final in self.finals) > 1:
+        if sum(final.get("p_value") is not None for final in self.paired) > 1:
             yield "p is of each comparison alone, without a correction for several comparisons."
 
     def settings_notes(self) -> Iterator[str]:
-        known = [fact for fact in self.facts if fact["config"] is not None]
-        for name, fact in zip(self.names, self.facts, strict=True):
+        known = [fact for fact in self.results if fact["config"] is not None]
+        for name, fact in zip(self.names, self.results, strict=True):
             if fact["config"] is None:
                 yield f"The settings of {name} are not compared: its config.toml cannot be read."
-        if not self.differences and len(known) > 1:
-            yield "The settings are equal." if len(known) == len(self.facts) else "The other settings are equal."
+        if not self.settings and len(known) > 1:
+            yield "The settings are equal." if len(known) == len(self.results) else "The other settings are equal."
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -173,15 +182,6 @@ def labels(runs: Sequence[Run]) -> list[str]:
             for index, name in enumerate(names)]  # fmt: skip
 
 
-def final_comparisons(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Each run compared with the first one on the answers after training; `problem` says why it is impossible."""
-    first, *others = [final_questions(run, name) for run, name in zip(runs, names, strict=True)]
-    return [
-        {"a": names[0], "b": name, **final_comparison(first, other)}
-        for name, other in zip(names[1:], others, strict=True)
-    ]
-
-
 def final_comparison(a: Questions | str, b: Questions | str) -> dict[str, Any]:
     if isinstance(a, str) or isinstance(b, str):
         return {"problem": "; ".join(side for side in (a, b) if isinstance(side, str))}
@@ -255,15 +255,3 @@ def first_and_last(values: Sequence[float], share: bool) -> str:
         return UNKNOWN
     ends = [values[0], values[-1]] if len(values) > 1 else values
     return " to ".join(f"{100 * value:.1f} %" if share else f"{value:.4g}" for value in ends)
-
-
-def config_differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Dotted keys whose values differ between runs whose settings can be read.
-
-    One value per run. None: not set, or not readable.
-    """
-    flat = [None if fact["config"] is None else flattened(fact["config"]) for fact in facts]
-    known = [config for config in flat if config is not None]
-    keys = sorted({key for config in known for key in config} - set(SETTINGS_OF_MACHINE))
-    differing = [key for key in keys if any(config.get(key) != known[0].get(key) for config in known)]
-    return {key: [config and config.get(key) for config in flat] for key in differing}

@@ -126,8 +126,7 @@ class RunView:
 
     @cached_property
     def index(self) -> RunIndex:
-        in_thread = self._request_index is not None
-        return RunIndex(self.folder, activity.give_way) if in_thread else RunIndex(self.folder)
+        return RunIndex(self.folder)
 
     @cached_property
     def search(self) -> TextSearch:
@@ -140,7 +139,7 @@ class RunView:
         more = self.index.update(seconds)
         files = self.index.files
         if files is not self._table_files and (not more or time.monotonic() > self._table_due):
-            self.index.pause()
+            activity.give_way()
             start = time.monotonic()
             table = RolloutTable(list(files.values()))
             now = time.monotonic()

@@ -46,6 +46,11 @@ class Refused(OSError):
     """A file outside of the run folder, or one that is not a regular file."""
 
 
+def reason_of(name: str, error: BaseException) -> str:
+    """Why a file cannot be read."""
+    return str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
+
+
 def is_run_folder(path: Path) -> bool:
     return os.path.isdir(path) and any(os.path.exists(path / mark) for mark in MARKS)
 
@@ -176,8 +181,7 @@ class RunFolder:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
-            problem = reason
+            problem = reason_of(name, error)
         self._cache[name] = stamp, value, problem
         return value, problem
 
@@ -444,7 +448,7 @@ class RunTokenizer:
         found: dict[int, str] = {}
         for place, text in enumerate(texts):
             is_part = not text or REPLACEMENT in text or (place > 0 and not texts[place - 1])
-            if is_part and (raw := self._token_bytes(ids[place])) and not is_utf8(raw):
+            if is_part and (raw := self._token_bytes(ids[place])) and raw.decode(errors="ignore").encode() != raw:
                 found[place] = raw.hex(" ").upper()
         return found
 
@@ -458,14 +462,6 @@ class RunTokenizer:
             with suppress(KeyError):  # an added token, which is ordinary text
                 return bytes(_BYTES[character] for character in token)
         return b""
-
-
-def is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _byte_alphabet() -> dict[str, int]:

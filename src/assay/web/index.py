@@ -33,7 +33,7 @@ import numpy as np
 from assay.runs.files import JsonLine, json_lines, user_folder
 from assay.runs.rollouts import DAMAGE, SCHEMA, newer_schema
 from assay.types import Finish, Status, describe_error
-from assay.web.folder import Refused, RunFolder, finite_number, stamp_of
+from assay.web.folder import Refused, RunFolder, finite_number, reason_of, stamp_of
 
 VERSION = 3  # of the index; others are not read
 TRAIN = "train"  # name of the source of training rollouts; evaluations are named after their files
@@ -157,10 +157,6 @@ def read_file(
         reader.problems.append(problem)
     rows, prompts = np.array(reader.rows, ROW), list(reader.prompts.items())
     return IndexedFile(name, stamp, rows, reader.previews, prompts, reader.problems), b"".join(reader.texts)
-
-
-def reason_of(name: str, error: BaseException) -> str:
-    return str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
 
 
 class _Reader:
@@ -290,15 +286,18 @@ def arrays_name(name: str) -> str:
     return name.removesuffix(".jsonl") + ".npz"
 
 
+def unreadable_arrays(name: str, error: BaseException) -> str:
+    missing = isinstance(error, FileNotFoundError)
+    return f"{name} is missing: its tokens cannot be shown" if missing else reason_of(name, error)
+
+
 def arrays_problem(folder: RunFolder, name: str, lines: int) -> str | None:
     """Why the arrays of a rollout file cannot be shown; None if they can."""
     arrays_file = arrays_name(name)
     try:
         offsets = read_arrays(folder, name, ["offsets"])["offsets"]
-    except FileNotFoundError:
-        return f"{arrays_file} is missing: its tokens cannot be shown"
     except ARRAY_ERRORS as error:
-        return reason_of(arrays_file, error)
+        return unreadable_arrays(arrays_file, error)
     if len(offsets) != lines + 1:
         return f"{name} has {lines} lines, and {arrays_file} has {max(len(offsets) - 1, 0)} answers: they do not match"
     with suppress(*ARRAY_ERRORS):  # files of version 1 have none
@@ -313,12 +312,8 @@ def arrays_problem(folder: RunFolder, name: str, lines: int) -> str | None:
 
 def problem_of_arrays(file: IndexedFile, error: BaseException) -> str:
     """Why there are no tokens: as found when the file was indexed, or now."""
-    about = [problem for problem in file.problems if ".npz" in problem]
-    if about:
-        return about[0]
-    name = arrays_name(file.name)
-    missing = isinstance(error, FileNotFoundError)
-    return f"{name} is missing: its tokens cannot be shown" if missing else reason_of(name, error)
+    found = (problem for problem in file.problems if ".npz" in problem)
+    return next(found, unreadable_arrays(arrays_name(file.name), error))
 
 
 def skip_reason(document: Mapping[str, Any]) -> str:
@@ -380,11 +375,8 @@ def token_columns(arrays: Mapping[str, np.ndarray], index: int, line: Mapping[st
         "ids": ids.tolist(),
         "mask": mask.astype(int).tolist(),
         "sampled": sampled.astype(int).tolist(),
-        "engine_logprobs": values("engine_logprobs", sampled),
-        "sampling_logprobs": values("sampling_logprobs", sampled),
-        "trainer_logprobs": values("trainer_logprobs", mask),
-        "ref_logprobs": values("ref_logprobs", mask),
-        "entropies": values("entropies", mask),
+        **{name: values(name, sampled) for name in ("engine_logprobs", "sampling_logprobs")},
+        **{name: values(name, mask) for name in ("trainer_logprobs", "ref_logprobs", "entropies")},
         "advantages": advantages,
     }
 
@@ -501,9 +493,8 @@ class Store:
 class RunIndex:
     """The index of a run, which `update` keeps equal to the files of the run."""
 
-    def __init__(self, folder: RunFolder, pause: Callable[[], None] = nothing) -> None:
-        """`pause` is called often while files are read."""
-        self.folder, self.pause = folder, pause
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
         self.store = Store(folder.root)
         self.names = dict(self._listed())  # stamps of the rollout files of the run, in the order in which they are read
         self.files: dict[str, IndexedFile] = {}  # by name; replaced if there is a change
@@ -538,7 +529,7 @@ class RunIndex:
         return len(files) < len(self.names)
 
     def _read(self, name: str) -> IndexedFile:
-        file, texts = read_file(self.folder, name, self.names[name], self.pause)
+        file, texts = read_file(self.folder, name, self.names[name], activity.give_way)
         self.store.save(file, texts)
         return file
 

@@ -14,7 +14,7 @@ import html
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -224,7 +224,10 @@ def plain_number(value: Any) -> str:
 
 UNREADABLE = ("unparsable", "no_answer")
 Change = Literal["gained", "lost"]
-CHANGED: tuple[Change, ...] = ("gained", "lost")
+CHANGED: dict[Change, str] = {
+    "gained": "wrong before training and correct after it",
+    "lost": "correct before training and wrong after it",
+}
 CANDIDATES = 60  # rows from which samples with different prompts are chosen
 TOKENIZER_S = 60.0  # to load the tokenizer
 DIGITS = 5  # significant ones of numbers of tokens
@@ -320,13 +323,8 @@ def changed_questions(view: RunView, change: Change, limits: ReportLimits) -> li
     listed = compare(view, view, query)
     if not listed["rows"]:
         return []
-    about = {
-        "gained": "wrong before training and correct after it",
-        "lost": "correct before training and wrong after it",
-    }[change]
-    return [
-        Samples(f"Questions {change}", about, listed["total"], pairs=[_pair(row, limits) for row in listed["rows"]])
-    ]
+    pairs = [_pair(row, limits) for row in listed["rows"]]
+    return [Samples(f"Questions {change}", CHANGED[change], listed["total"], pairs)]
 
 
 def _pair(row: Mapping[str, Any], limits: ReportLimits) -> dict[str, Any]:
@@ -334,15 +332,12 @@ def _pair(row: Mapping[str, Any], limits: ReportLimits) -> dict[str, Any]:
     return {**row, **sides, "messages": shortened_messages(row["messages"], limits)}
 
 
-def different_prompts(rows: Iterable[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def different_prompts(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
     """At most `count` rows: first one of each prompt, then others."""
     firsts: dict[Any, Mapping[str, Any]] = {}
-    others = []
     for row in rows:
-        if row["prompt_id"] in firsts:
-            others.append(row)
-        else:
-            firsts[row["prompt_id"]] = row
+        firsts.setdefault(row["prompt_id"], row)
+    others = (row for row in rows if firsts[row["prompt_id"]] is not row)
     return [*firsts.values(), *others][:count]
 
 

@@ -188,12 +188,13 @@ class RolloutTable:
         part = self.file_rows(wanted.source)
         rows, step = self.rows[part], self.step[part]
         keep = np.ones(len(rows), bool)
-        bounds = [("reward", wanted.min_reward, wanted.max_reward), ("length", wanted.min_length, wanted.max_length)]
-        for name, low, high in bounds:
-            keep &= rows[name] >= low if low is not None else True
-            keep &= rows[name] <= high if high is not None else True
-        keep &= step >= wanted.first_step if wanted.first_step is not None else True
-        keep &= step <= wanted.last_step if wanted.last_step is not None else True
+        for values, low, high in (
+            (rows["reward"], wanted.min_reward, wanted.max_reward),
+            (rows["length"], wanted.min_length, wanted.max_length),
+            (step, wanted.first_step, wanted.last_step),
+        ):
+            keep &= values >= low if low is not None else True
+            keep &= values <= high if high is not None else True
         if wanted.truncated is not None:
             keep &= rows["truncated"] == wanted.truncated
         if wanted.prompt is not None:
@@ -315,12 +316,8 @@ class TextSearch:
         self._lock = threading.Lock()
         self._cached: OrderedDict[IndexedFile, tuple[bytes, list[int]]] = OrderedDict()
         self._cached_bytes = 0
-        self._results = lru_cache(CACHED_SEARCHES)(self._new_search)
-
-    @staticmethod
-    def _new_search(folded: bytes) -> dict[IndexedFile, np.ndarray]:
-        """The rows that were found in each file."""
-        return {}
+        # By text: the rows that were found in each file.
+        self._results = lru_cache(CACHED_SEARCHES)(lambda folded: dict[IndexedFile, np.ndarray]())
 
     def find(self, table: RolloutTable, text: str, seconds: float = SEARCH_S) -> tuple[np.ndarray, dict[str, int]]:
         """Whether each row has the text, in its answer or question; and how many files were searched so far."""
