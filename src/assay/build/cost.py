@@ -268,7 +268,8 @@ def memory_by_purpose(cfg: TrainConfig, learner: Learner, engine: BaseEngine, pr
     tokens = min(updater.token_budget, sequences * length)
     if isinstance(policy, Decoder):
         sizes["KV cache"] = kv_bytes(policy.spec, engine.info.dtype) * length * min(engine.info.max_batch, sequences)
-        sizes["activations"] = float(tokens * activation_bytes(policy.spec, updater.dtype, policy.recompute))
+        compiled = policy.compiled_bridge is not None
+        sizes["activations"] = float(tokens * activation_bytes(policy.spec, updater.dtype, policy.recompute, compiled))
     return sizes | {"logits": 4.0 * 3 * min(tokens * policy.vocab_size, 1 << 25)}
 
 

@@ -101,10 +101,11 @@ def set_up_threads(source: str, policy: PolicyModel, dtype: torch.dtype, threads
     console.note(f"{source}: {count(parameters)} parameters, {name} on {policy.device}, {describe_threads()}")
 
 
-def activation_bytes(spec: ModelSpec, dtype: torch.dtype, recompute: bool) -> int:
+def activation_bytes(spec: ModelSpec, dtype: torch.dtype, recompute: bool, compiled: bool = False) -> int:
     """Estimated bytes per token that are kept for the backward pass. `recompute`: the setting of [train]."""
-    # Per layer: about 10 hidden-sized tensors, attention's, 4 of the MLP.
-    numbers = 10 * spec.hidden + 4 * spec.heads * spec.head_dim + 4 * spec.intermediate
+    # Per layer: tensors of the hidden size, of attention and of the MLP. Compiled layers keep fewer.
+    hidden, attention, mlp = (7, 3, 3) if compiled and not recompute else (10, 4, 4)
+    numbers = hidden * spec.hidden + attention * spec.heads * spec.head_dim + mlp * spec.intermediate
     # With recomputation: the inputs of all layers, and everything of one layer at a time.
     kept = spec.layers * spec.hidden + numbers if recompute else spec.layers * numbers
     return kept * (2 if dtype == torch.bfloat16 else 4)

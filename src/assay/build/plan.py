@@ -49,6 +49,7 @@ DECODE_ROW = 0.5926
 TRAIN_MATMUL = 1.556
 TRAIN_ATTENTION = 1.987
 TRAIN_ROW = 5.166
+MICRO_BATCH_LAYER_S = 3e-3  # per micro-batch and layer, at least: starting its kernels
 
 # Assumptions: nothing of these was measured on several GPUs.
 NETWORK = 50e9  # bytes per second and GPU between nodes: 400 Gbit/s
@@ -221,7 +222,7 @@ def fit_learner(spec: ModelSpec, work: StepWork, cluster: Cluster, gpus: int, be
                 parts["gathered layers"] = 3 * layer
             elif precision == "float32":
                 parts["weights in bfloat16"] = 2 * spec.parameters / GIB
-            per_token = activation_bytes(spec, torch.bfloat16, recompute) / GIB
+            per_token = activation_bytes(spec, torch.bfloat16, recompute, compiled=True) / GIB
             budget = 16384
             while budget > work.longest and budget * per_token > free - sum(parts.values()):
                 budget //= 2
@@ -239,7 +240,7 @@ def update_line(spec: ModelSpec, work: StepWork, cluster: Cluster, fit: LearnerF
     fixed = OPTIMIZER_BYTES * spec.parameters / n / gpu.bandwidth
     # Each micro-batch gathers the weights twice and scatters the gradients, beside the computation.
     moved = (2 * 2 + 4) * spec.parameters * (n - 1) / n / cluster.bandwidth(n)
-    token = max(token, moved / fit.budget)
+    token = max(token, moved / fit.budget, spec.layers * MICRO_BATCH_LAYER_S / fit.budget)
     least = max(token * work.longest, moved)  # of a rank: a sequence cannot be divided
     return Line(fixed, token / n) if token * work.tokens / n > least else Line(fixed + least, 0.0)
 
