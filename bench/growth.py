@@ -1,6 +1,6 @@
 """How speed and memory grow with the batch, the length of answers and the model, and what `assay plan` predicts.
 
-    python bench/growth.py measure --json bench/results/growth-h200.json    # on a GPU, in about ten minutes
+    python bench/growth.py measure --json bench/results/growth-h200.json    # on a GPU, in about four minutes
     python bench/growth.py plot --json bench/results/growth-h200.json --image docs/images/growth.png
 
 Generation: prompts of 128 tokens. Training: one micro-batch without activation checkpointing, AdamW in float32 (7B:
@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from fit_cost import generation_seconds
 
 from assay.bench.results import describe_machine, describe_versions
 from assay.bench.workload import SHAPES, Options, Sequences, StepOptions, Workload
@@ -30,10 +34,6 @@ LENGTHS = (1024, 4096, 16384, 65536)
 class Point:
     series: str
     x: int
-    tokens_per_s: float
-    peak_gib: float
-    predicted_tokens_per_s: float
-    predicted_gib: float
     row: dict[str, Any]  # of the benchmark
 
 
@@ -42,18 +42,7 @@ def generation(series: str, shape: str, prompts: int, samples: int, new: int, x:
 
     work = Workload(shape=shape, prompts=prompts, samples=samples, new=new)
     (row,) = engine.measure(work, Options(device=device, repeat=1, mismatch=False))
-    return Point(series, x, row["tokens_per_s"], row["peak_memory_gib"] or 0.0, *predicted_generation(work), row)
-
-
-def predicted_generation(work: Workload) -> tuple[float, float]:
-    import torch
-    from fit_cost import generation_seconds
-
-    from assay.build.cost import kv_bytes
-
-    spec = SHAPES[work.shape]()
-    cache = kv_bytes(spec, torch.bfloat16) * work.batch * work.max_length
-    return sum(work.new_tokens) / generation_seconds(work), (2 * spec.parameters + cache) / GIB
+    return Point(series, x, row)
 
 
 def training(series: str, shape: str, sequences: int, tokens: int, x: int, device: str) -> Point:
@@ -63,22 +52,35 @@ def training(series: str, shape: str, sequences: int, tokens: int, x: int, devic
     settings = (f"optim.precision={precision}", f"train.token_budget={sequences * tokens}")
     work = Sequences(shape=shape, sequences=sequences, tokens=tokens)
     (row,) = step.measure_training(work, StepOptions(device=device, steps=2, set=settings))
-    expected = predicted_training(shape, sequences, tokens, precision)
-    return Point(series, x, row["tokens_per_s"], row["peak_gib"], *expected, row)
+    return Point(series, x, row)
 
 
-def predicted_training(shape: str, sequences: int, length: int, precision: str) -> tuple[float, float]:
+def measured(row: dict[str, Any]) -> tuple[float, float]:
+    """Tokens per second and GiB."""
+    return row["tokens_per_s"], row.get("peak_gib") or row.get("peak_memory_gib") or 0.0
+
+
+def predicted(row: dict[str, Any]) -> tuple[float, float]:
+    """The same by the factors of `assay plan`. Of memory: the sum of what is needed at some time."""
     import torch
-    from fit_cost import GPU
 
+    from assay.build.cost import kv_bytes
     from assay.build.models import activation_bytes
-    from assay.build.plan import OPTIMIZER_BYTES, STATES, train_seconds
+    from assay.build.plan import STATES, Cluster, LearnerFit, StepWork, update_line
 
-    spec, tokens = SHAPES[shape](), sequences * length
-    state = STATES[precision] + 2.0 * (precision == "float32")
-    size = state * spec.parameters + tokens * activation_bytes(spec, torch.bfloat16, False)
-    seconds = OPTIMIZER_BYTES * spec.parameters / GPU.bandwidth + tokens * train_seconds(spec, GPU, length)
-    return tokens / seconds, size / GIB
+    spec = SHAPES[row["shape"]]()
+    if "new" in row:
+        work = Workload(**{key: row[key] for key in ("shape", "prompts", "samples", "new")})
+        cache = kv_bytes(spec, torch.bfloat16) * work.batch * work.max_length
+        return sum(work.new_tokens) / generation_seconds(work), (2 * spec.parameters + cache) / GIB
+    sequences, length = row["sequences"], row["tokens"]
+    tokens = sequences * length
+    trained = StepWork(prompts=sequences, samples=1, prompt_tokens=0, limit=length, lengths=[length])
+    learner = LearnerFit(gpus=1, precision=row["precision"], recompute=False, budget=tokens)
+    seconds = update_line(spec, trained, Cluster(), learner).at(tokens)
+    state = STATES[row["precision"]] + 2.0 * (row["precision"] == "float32")
+    activations = tokens * activation_bytes(spec, torch.bfloat16, False, compiled=True)
+    return tokens / seconds, (state * spec.parameters + activations) / GIB
 
 
 def points(device: str, quick: bool) -> Iterator[Callable[[], Point]]:
@@ -104,10 +106,18 @@ def measure(args: argparse.Namespace) -> None:
     for make in points(args.device, args.quick):
         point = make()
         found.append(asdict(point))
-        print(f"{point.series:36}{point.x:>14,}{point.tokens_per_s:12,.0f}/s ({point.predicted_tokens_per_s:,.0f})"
-              f"{point.peak_gib:8.1f} GiB ({point.predicted_gib:.1f})", flush=True)  # fmt: skip
-        facts = {"machine": describe_machine(), "versions": describe_versions(), "command": "python bench/growth.py"}
+        show(found[-1])
+        facts = {"machine": describe_machine(), "versions": describe_versions(), "command": shlex.join(sys.argv)}
         args.json.write_text(json.dumps({**facts, "points": found}, indent=1) + "\n")
+
+
+def show(point: dict[str, Any]) -> None:
+    (speed, size), (speed_expected, size_expected) = measured(point["row"]), predicted(point["row"])
+    print(
+        f"{point['series']:36}{point['x']:>14,}{speed:12,.0f}/s ({speed_expected:,.0f}){size:8.1f} GiB "
+        f"({size_expected:.1f})",
+        flush=True,
+    )
 
 
 def plot(args: argparse.Namespace) -> None:
@@ -115,17 +125,26 @@ def plot(args: argparse.Namespace) -> None:
 
     by_series: dict[str, list[dict[str, Any]]] = {}
     for point in json.loads(args.json.read_text())["points"]:
+        show(point)
         by_series.setdefault(point["series"], []).append(point)
-    figure = Figure(figsize=(4 * len(by_series), 6.5), layout="constrained")
+    figure = Figure(figsize=(3.2 * len(by_series), 6), layout="constrained")
     axes = figure.subplots(2, len(by_series), squeeze=False)
     for column, (series, found) in enumerate(by_series.items()):
         found.sort(key=lambda point: point["x"])
-        for row, (key, unit) in enumerate((("tokens_per_s", "tokens/s"), ("gib", "peak memory, GiB"))):
-            measured = "peak_gib" if key == "gib" else key
+        for row, unit in enumerate(("tokens/s", "peak memory, GiB")):
             ax, x = axes[row][column], [point["x"] for point in found]
-            ax.loglog(x, [point[measured] for point in found], "o-", label="measured")
-            ax.loglog(x, [point[f"predicted_{key}"] for point in found], "x--", label="predicted")
-            ax.set(title=series, ylabel=unit)
+            values = [measured(point["row"])[row] for point in found]
+            ax.plot(x, values, "o-", label="measured")
+            ax.plot(x, [predicted(point["row"])[row] for point in found], "x--", label="predicted")
+            ax.set_xscale("log")
+            if max(values) > 20 * min(values):
+                ax.set_yscale("log")
+            else:
+                ax.set_ylim(bottom=0)
+            ax.set_xticks(x, [f"{n / 1e9:.2g}B" if n > 1e8 else f"{n:,}" for n in x], minor=False)
+            ax.set_xticks([], minor=True)
+            ax.set_title(series, size=9)
+            ax.set_ylabel(unit)
             ax.grid(alpha=0.3)
             ax.legend()
     figure.savefig(args.image, dpi=110)

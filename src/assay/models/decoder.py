@@ -218,8 +218,8 @@ class Decoder(PolicyModel):
         _dynamo.config.specialize_float = True
         if is_deterministic():
             _dynamo.reset()  # also of code that was compiled for other numbers of tokens: see `stop_compiling`
-        # As options, these also apply to the backward pass, which is compiled in another thread. Without the first, code
-        # is compiled again for small numbers of tokens; without the second, some kernels are chosen by measuring them.
+        # Options also apply to the backward pass, which is compiled in another thread. Without the first, layers are
+        # compiled again for small numbers of tokens; without the second, some kernels are chosen by measuring them.
         options: Any = {"triton.mix_order_reduction_non_strict_mode": True}
         if is_deterministic():
             options["deterministic"] = True
