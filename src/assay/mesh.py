@@ -353,6 +353,16 @@ def waiting() -> AbstractContextManager[None]:
     return nullcontext() if _heartbeat is None else _heartbeat.waiting()
 
 
+def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A CPU group of the same ranks, or of all, that waits as long as it takes: heartbeats detect dead ranks. All of
+    its ranks must call this."""
+    endless = timedelta(days=3650)
+    if group is None:
+        return dist.new_group(backend="gloo", timeout=endless)
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", timeout=endless, use_local_synchronization=True)
+
+
 def gathered(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The items of all ranks of a group (None: of all processes), ordered by rank."""
     items: list[Any] = [None] * dist.get_world_size(group)

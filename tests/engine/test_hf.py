@@ -73,6 +73,15 @@ def test_logprobs_equal_the_trainers_and_do_not_depend_on_the_batch(kind: str) -
     assert all(len(completion.token_ids) > 6 for completion in together[3])
 
 
+def test_a_float64_model_has_float64_scores() -> None:
+    model = small_model("gpt2").double()
+    engine = make_engine("hf", model, device="cpu", dtype=torch.float64)
+    ((completion,),) = generate(engine, [Request([1, 2, 3], SamplingParams(max_new_tokens=6), seed=4)])
+    ids = torch.tensor([[1, 2, 3, *completion.token_ids]])
+    scores = model.hf(ids).logits[0, 2:-1].log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+    assert completion.engine_logprobs == pytest.approx(scores.tolist(), abs=1e-12)
+
+
 def test_engine_has_its_own_copy_of_the_weights() -> None:
     model = small_model("gpt2")
     engine = engine_for(model)

@@ -219,7 +219,7 @@ class OutputProcessor:
         rows: int,
         decode: Decode | None,
         keep: Keep,
-        float_type: type[np.floating] = np.float32,
+        float_type: type[np.floating],
         digests: bool = False,
     ) -> None:
         """`decode`: for stop strings. `float_type`: of scores. `digests`: compute a digest of sampled tokens."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from assay.engine.base import ALL_CAPABILITIES, EngineInfo, EngineOptions, TokenScores, WeightSource, copy_weights
 from assay.engine.completions import OutputProcessor
 from assay.engine.in_process import LocalEngine
-from assay.engine.sampler import Rows, StepOutput, joined_scores, target_logprobs, token_scores
+from assay.engine.sampler import Rows, StepOutput, joined_scores, score_type, target_logprobs, token_scores
 from assay.engine.sequence import Column, Sample, assign_slot, close_gaps
 from assay.models.base import PolicyModel
 from assay.types import UserError
@@ -47,7 +47,7 @@ class HFEngine(LocalEngine):
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.kept: dict[int, list[int]] = {}
         self.next_handle = count(1)
-        self.outputs = OutputProcessor(opts.max_batch, opts.decode, self._keep)
+        self.outputs = OutputProcessor(opts.max_batch, opts.decode, self._keep, score_type(opts.dtype))
         self.waiting: deque[Sample] = deque()
         self.batch: StaticBatch | None = None
 
@@ -204,7 +204,7 @@ class StaticBatch:
         self.running: list[Sample] = []
         for sample in samples:
             assign_slot(sample, self.running, self.steps)
-        self.rows = Rows(len(samples), 0, engine.device)
+        self.rows = Rows(len(samples), 0, engine.device, engine.info.dtype)
         self.rows.enter(samples)
         self.mask = torch.empty(0)  # [rows, tokens]: 0 for padding
         self.cache: Any = None

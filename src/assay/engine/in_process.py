@@ -35,20 +35,18 @@ class StepBoundary:
 
     def run_queued(self) -> None:
         """Run all queued commands. The caller must hold the lock."""
-        while self.queue:
-            self.run(*self.queue.popleft())
-
-    def run(self, work: Callable[[], Any], future: Future | None) -> None:
         with torch.inference_mode():
-            if future is None:
-                work()
-                return
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise  # Ctrl-C must stop the thread that received it, not only the caller of the command
+            while self.queue:
+                work, future = self.queue.popleft()
+                if future is None:
+                    work()
+                    continue
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise  # Ctrl-C must stop the thread that received it, not only the caller of the command
 
     def post(self, work: Callable[[], object]) -> None:
         """Run `work` at the next boundary; immediately if no step is running."""

@@ -450,14 +450,18 @@ class StepOutput:
         return self
 
 
+def score_type(dtype: torch.dtype) -> type[np.floating]:
+    """Of scores and sampling parameters, by the dtype of the model."""
+    return np.float64 if dtype == torch.float64 else np.float32
+
+
 class Rows:
     """Tensors with one row per running sequence; rows in use come first."""
 
     def __init__(self, rows: int, max_blocks: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype`: of the model. Scores and sampling parameters are float64 if the model is, otherwise float32."""
-        self.device, self.size = device, rows
+        """`dtype`: of the model."""
+        self.device, self.size, self.float_type = device, rows, score_type(dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        self.float_type: type[np.floating] = np.float64 if wide == torch.float64 else np.float32
         self.upload = Staging(device).upload  # copies to the device without waiting for it
         self.ints = torch.zeros(rows, WIDTH, dtype=torch.int64, device=device)
         self.ints[:, Column.STATE] = RowState.IDLE

@@ -165,19 +165,19 @@ def _restore_stop_signals() -> None:
 
 
 @contextmanager
-def handlers_restored(numbers: Sequence[signal.Signals]) -> Iterator[dict[int, Any]]:
-    """Restore the handlers of these signals, which are yielded, when the block ends.
+def handlers_restored(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Restore the handlers of these signals when the block ends, except those that are not Python's.
 
-    Only the main thread can change handlers: in other threads, none are yielded. Nor are those that are not Python's.
+    Only the main thread can change handlers: elsewhere, there is nothing to restore.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    known = {number: signal.getsignal(number) for number in numbers if in_main}
-    handlers: dict[int, Any] = {number: handler for number, handler in known.items() if handler is not None}
+    handlers = {number: signal.getsignal(number) for number in numbers if in_main}
     try:
-        yield handlers
+        yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def fork_under_supervisor(namespaces: bool, network: bool) -> None:

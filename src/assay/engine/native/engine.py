@@ -85,11 +85,6 @@ class NativeEngine(LocalEngine):
         return self.scheduler.unfinished
 
     @property
-    def has_work(self) -> bool:
-        """Whether there are requests or events for the next step. Only valid between two steps."""
-        return bool(self.incoming or self.outputs.events) or self.scheduler.unfinished
-
-    @property
     def load(self) -> EngineLoad:
         waiting = len(self.scheduler.waiting) + len(self.incoming)
         running = len(self.scheduler.running)

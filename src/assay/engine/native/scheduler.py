@@ -308,7 +308,7 @@ class Lockstep:
     the schedule: all ranks make the same scheduling decisions, because these depend on
 
     - requests, aborts, releases and weight updates: every rank receives the same calls, in the same order, between the
-      same steps. In training all ranks execute the same program; for consumers on rank 0 alone see `tensor_parallel`;
+      same steps. In training all ranks execute the same program;
     - sampled tokens and their log-probabilities: logits are gathered, so all ranks have the same bits, and a sampled
       token is a function of its logits, its sampling parameters and its noise key;
     - the size of the KV cache: the smallest over all ranks (`min_over_ranks`), because free memory differs;
@@ -327,12 +327,10 @@ class Lockstep:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.compares_requests = True  # False if one rank sends them to the others
         self._added: list[Request] = []  # since the last step
 
     def add(self, request: Request) -> None:
-        if self.compares_requests:
-            self._added.append(request)
+        self._added.append(request)
 
     def check_requests(self, step: int) -> None:
         """Compare the requests added since the last call, and the step before which they were added."""

@@ -35,7 +35,6 @@ from torch import Tensor
 from assay.config import RemoteEngineConfig
 from assay.engine.base import Capabilities, EngineInfo, EngineOptions, RequestError, WeightSource
 from assay.engine.client import SentRequest, ServerEngine
-from assay.engine.native.tensor_parallel import NO_TIMEOUT, new_cpu_group
 from assay.engine.remote.http import (
     JOIN_S,
     Server,
@@ -50,7 +49,7 @@ from assay.engine.remote.http import (
 from assay.engine.remote.launch import LaunchedServers, SaveTokenizer
 from assay.engine.remote.transport import FolderTransport, NcclTransport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
-from assay.mesh import gathered, shared_result
+from assay.mesh import cpu_group, gathered, shared_result
 from assay.models.base import PolicyModel
 from assay.system.openai_client import key_of
 from assay.types import Completion, UserError, missing_extra
@@ -65,8 +64,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.world = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if several else None
-        self.group = new_cpu_group(group) if several and group is not None and group.size() > 1 else None
+        self.world = cpu_group() if several else None
+        self.group = cpu_group(group) if several and group is not None and group.size() > 1 else None
         self.leads = self.group is None or self.group.rank() == 0
         self.is_main = not several or dist.get_rank() == 0
 
