@@ -227,7 +227,7 @@ def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[
     while rest:
         word = rest.pop(0)
         key, equals, _ = word.partition("=")
-        if not word.startswith("--") or key in parser._option_string_actions:
+        if not word.startswith("--") or key in parser.options:
             command_words.append(word)
             continue
         value_follows = not equals and bool(rest) and not rest[0].startswith("--")
@@ -239,6 +239,14 @@ def split_words(words: Sequence[str], parser: Parser, kind: type) -> tuple[list[
 
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as UserError, in one line, instead of printing the usage."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.options: set[str] = set()  # names of all options, except those of groups
+        super().__init__(**settings)
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        self.options.update(names)
+        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message} (see {self.prog} --help)")

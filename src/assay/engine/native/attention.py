@@ -196,9 +196,8 @@ class VarlenAttention:
         self.most = max(chunk.stop - chunk.start for chunk in chunks), max(chunk.stop for chunk in chunks)
         slots = np.concatenate([slots_of(chunk, 0, chunk.stop, block_size) for chunk in chunks])
         host = [np.array(queries, dtype=np.int32), np.array(keys, dtype=np.int32), slots]
-        self.queries, self.keys, self.slots = (
-            upload(values) for values in host
-        )  # bounds of sequences, and slots of keys
+        # Bounds of the sequences among queries and keys, and slots of the keys.
+        self.queries, self.keys, self.slots = (upload(values) for values in host)
 
     def __call__(self, kv: Tensor, q: Tensor, window: int = 0, scale: float | None = None) -> Tensor:
         tokens = as_bytes(kv).view(2, kv.shape[1], -1, kv.shape[-1]).index_select(2, self.slots)
