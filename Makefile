@@ -12,7 +12,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check
 WORKERS ?= auto
 # Bytecode is kept even where the environment turns that off, as container images often do: without it, each worker
 # compiles all tests, and each process that a test starts compiles the package.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all test-extras test-wheel test-slurm test-ray test-vllm test-sglang lint format clean
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,17 @@ sys.path.append(str(ROOT / "bench"))  # and the scripts of benchmarks
 sys.path.append(str(ROOT))  # and the tests themselves, in processes that they start
 
 
+@pytest.hookimpl(trylast=True)  # after tests are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    # Files with slow tests first, then those with many tests: otherwise one process works long after the others.
+    weights: Counter[tuple[Path, bool]] = Counter(
+        (item.path, item.get_closest_marker("slow") is None) for item in items
+    )
+    items.sort(key=lambda item: (-weights[item.path, False], -weights[item.path, True], item.path))
 
 
 def pytest_collection_finish() -> None:

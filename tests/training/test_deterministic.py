@@ -227,7 +227,10 @@ def test_an_engine_decodes_in_the_windows_of_a_new_one_after_its_prefix_cache_wa
     assert windows(monkeypatch, used, requests) == expected
 
 
-def test_layers_are_compiled_with_the_same_numbers_of_tokens_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_are_compiled_with_the_same_numbers_of_tokens_in_every_run(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And no more once the run has begun: later numbers of tokens differ between a run and a resumed one."""
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
@@ -236,12 +239,14 @@ def test_layers_are_compiled_with_the_same_numbers_of_tokens_in_every_run(monkey
     model = build_preset("nano", vocab_size=20, max_length=64, seed=0)
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda ids, *layout: sizes.append(len(ids)) or hidden(ids, *layout))
-    prepare_policy(model, LoopConfig(compile="on"))
-    assert sizes == stopped == [] and all(options["options"] is None for options in compiled)
+    settings = LoopConfig(compile="on", activation_checkpointing=recompute)
+    prepare_policy(model, settings)
+    assert sizes == stopped == [] and not any("deterministic" in options["options"] for options in compiled)
     compiled.clear()
     with deterministic(True, "cpu"):
-        prepare_policy(model, LoopConfig(compile="on"))
+        prepare_policy(model, settings)
     assert set(sizes) == {build_models.WARM_UP_TOKENS}
-    assert stopped == [len(sizes)] * (1 + 2 * model.spec.layers)
-    assert len(compiled) == len(stopped) and all(options["options"] == {"deterministic": True} for options in compiled)
+    # What lies between two attentions; or what comes before and after each one, if layers are recomputed.
+    assert stopped == [len(sizes)] * (2 * model.spec.layers if recompute else 1)
+    assert len(compiled) == len(stopped) and all(options["options"]["deterministic"] for options in compiled)
     assert all(weight.grad is None for weight in model.parameters())

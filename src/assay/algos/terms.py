@@ -385,4 +385,8 @@ class EntropyBonus(LossTerm[EntropyConfig]):
 
 
 # In the order of the sum, which is fixed because floating-point addition is not associative.
-TERMS: tuple[type[LossTerm[Any]], ...] = (PolicyGradient, ReferenceKL, EntropyBonus)
+TERMS: tuple[type[LossTerm[Any]], ...] = (
+    PolicyGradient,
+    ReferenceKL,
+    EntropyBonus,
+)
