@@ -4,6 +4,7 @@
 
 A workload is PROMPTSxSAMPLESxTOKENS, as in ids of rows, e.g. 16x64x256 or 16x16x4096-prompt_tokens256. Needs an
 environment with vLLM and a GPU. Prints a row for each workload without and with log-probabilities, for `--peer-rows`.
+Start one at a time: vLLM fails if the GPU's free memory changes while it starts.
 """
 
 import argparse
