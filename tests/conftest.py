@@ -55,8 +55,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """After a product in bfloat16 on a CPU that cannot do it, torch gives up oneDNN for the rest of the process: sums
-    of later tests would differ, in the last bits, from those of the processes they start."""
+    """Random models are the same whatever tests ran before.
+
+    After a product in bfloat16 on a CPU that cannot do it, torch gives up oneDNN for the rest of the process: sums
+    of later tests would differ, in the last bits, from those of the processes they start.
+    """
+    torch.manual_seed(0)
     torch.backends.mkldnn.set_flags(True)
 
 
