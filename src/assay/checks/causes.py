@@ -19,25 +19,43 @@ from assay.types import Problem
 Severity = Literal["error", "warning", "note"]  # the run cannot learn; something harms it; worth knowing
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
-Kinds = tuple[Severity, ...]
-ERROR: Kinds = ("error",)
-WARNING: Kinds = ("warning",)
-EITHER = ERROR + WARNING
 # All causes, the most important first, with the severities that they can have.
-CAUSES: dict[str, Kinds] = {
-    **dict.fromkeys(("refused", "zero_loss"), ERROR),
-    "judge_fails": EITHER,
-    **dict.fromkeys(("not_finite", "stale_weights", "masked", "zero_advantages"), ERROR),
-    **dict.fromkeys(("zero_gradient", "tiny_updates"), ERROR),
-    "truncated": EITHER,
-    **dict.fromkeys(("no_answer", "never_rewarded", "equal_rewards", "equal_in_groups"), ERROR),
-    "leakage": EITHER,
-    **dict.fromkeys(("repeated_ids", "learning_rate_high", "learning_rate_low", "mismatch"), WARNING),
-    "entropy_collapse": EITHER,
-    **dict.fromkeys(("length_collapse", "length_explosion", "kl_blow_up", "always_clipped"), WARNING),
-    **dict.fromkeys(("few_useful_groups", "too_easy", "fell_from_best", "memory_full"), WARNING),
-    **dict.fromkeys(("slow", "starving", "no_change"), WARNING),
-    **dict.fromkeys(("not_significant", "small_batch", "risky_setting", "unused_setting"), ("note",)),
+CAUSES: dict[str, tuple[Severity, ...]] = {
+    "refused": ("error",),
+    "zero_loss": ("error",),
+    "judge_fails": ("error", "warning"),
+    "not_finite": ("error",),
+    "stale_weights": ("error",),
+    "masked": ("error",),
+    "zero_advantages": ("error",),
+    "zero_gradient": ("error",),
+    "tiny_updates": ("error",),
+    "truncated": ("error", "warning"),
+    "no_answer": ("error",),
+    "never_rewarded": ("error",),
+    "equal_rewards": ("error",),
+    "equal_in_groups": ("error",),
+    "leakage": ("error", "warning"),
+    "repeated_ids": ("warning",),
+    "learning_rate_high": ("warning",),
+    "learning_rate_low": ("warning",),
+    "mismatch": ("warning",),
+    "entropy_collapse": ("error", "warning"),
+    "length_collapse": ("warning",),
+    "length_explosion": ("warning",),
+    "kl_blow_up": ("warning",),
+    "always_clipped": ("warning",),
+    "few_useful_groups": ("warning",),
+    "too_easy": ("warning",),
+    "fell_from_best": ("warning",),
+    "memory_full": ("warning",),
+    "slow": ("warning",),
+    "starving": ("warning",),
+    "no_change": ("warning",),
+    "not_significant": ("note",),
+    "small_batch": ("note",),
+    "risky_setting": ("note",),
+    "unused_setting": ("note",),
 }
 NO_GAIN = ("no_change", "not_significant", "few_useful_groups")  # follow from everything that keeps a run from learning
 UNSTABLE = ("kl_blow_up", "always_clipped", "entropy_collapse", "length_collapse", "length_explosion")

@@ -338,10 +338,17 @@ def equivalents() -> list[Equivalent]:
 
 
 SECTIONS = {  # other names of sections
-    **{"checkpoint": "save", "environment": "env", "evaluation": "eval", "logging": "log", "trainer": "train"},
-    **dict.fromkeys(("data", "dataset"), "task"),
-    **dict.fromkeys(("generation", "rollout"), "sampling"),
-    **dict.fromkeys(("optimiser", "optimizer"), "optim"),
+    "checkpoint": "save",
+    "data": "task",
+    "dataset": "task",
+    "environment": "env",
+    "evaluation": "eval",
+    "generation": "sampling",
+    "logging": "log",
+    "optimiser": "optim",
+    "optimizer": "optim",
+    "rollout": "sampling",
+    "trainer": "train",
 }
 PRIMARY = ("optim", "train", "sampling")  # sections that are meant if a key of several sections is given without one
 

@@ -116,8 +116,13 @@ def prepared_wording(path: str | None, manifest: Mapping[str, Any], given: Mappi
 MATH_TEST_NAME = "HuggingFaceH4/MATH-500"
 MATH_TRAIN_NAME = "EleutherAI/hendrycks_math"  # the 7,500 training problems; the 500 are from MATH's test split
 MATH_SUBJECTS = (
-    *("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory"),
-    *("prealgebra", "precalculus"),
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
 )
 MATH_HUB = hub_source({"train": (MATH_TRAIN_NAME, MATH_SUBJECTS, "train"), "test": (MATH_TEST_NAME, (None,), "test")})
 
