@@ -179,6 +179,9 @@ class History:
             rows = [sample.spans[0][0] for sample in samples]
             if len(rows) == 1:
                 return self.tokens[rows[0], None, start:stop], self.scores[:, rows[0], None, start:stop]
+            if rows == list(range(rows[0], rows[0] + len(rows))):  # without a copy
+                held = slice(rows[0], rows[0] + len(rows))
+                return self.tokens[held, start:stop], self.scores[:, held, start:stop]
             return self.tokens[rows, start:stop], self.scores[:, rows, start:stop]
         steps = np.arange(start, stop)
         rows_by_step = [rows_of(sample, count) for sample in samples]

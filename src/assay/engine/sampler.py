@@ -483,7 +483,7 @@ class Rows:
     def enter(self, samples: Sequence[Sample]) -> None:
         """Fill the rows of samples that enter; these rows are consecutive."""
         rows = slice(samples[0].row, samples[0].row + len(samples))
-        common = {id(sample.job): row_of(sample.job) for sample in samples}
+        common = {key: row_of(job) for key, job in {id(sample.job): sample.job for sample in samples}.items()}
         ints = np.array([common[id(sample.job)] for sample in samples], dtype=np.int64)
         seeds = torch.tensor([signed(sample.job.request.seed) for sample in samples])
         ints[:, Column.KEY] = noise_keys(seeds, torch.tensor([sample.index for sample in samples])).numpy()

@@ -23,7 +23,7 @@ from assay.engine.sequence import BLOCK_SIZE
 from assay.models.base import fingerprint
 from assay.models.decoder import Decoder
 from assay.models.device import uses_triton
-from assay.models.fp8 import Fp8Matrix
+from assay.models.fp8 import LARGEST, Fp8Matrix
 from assay.types import UserError
 
 CPU = torch.device("cpu")
@@ -95,6 +95,26 @@ def test_products_in_8_bits_give_nearly_the_same_hidden_states(name: str) -> Non
         expected = exact.forward(tokens, exact.ops.token_positions(positions, positions), kv, attend)
     error = (hidden.double() - expected).norm() / expected.norm()
     assert 0.005 < error < 0.25, error  # only activations are rounded
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_value_exceeds_the_largest_number_of_its_constant_scale(name: str) -> None:
+    spec = replace(SPECS[name], hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, rotary=0)
+    ops = make_operations(spec, spec.max_length, CPU, torch.bfloat16)
+    network = FusedDecoder(spec, ops, CPU, torch.bfloat16, quantized=True)
+    copy_weights(network.canonical(), small_decoder(spec).weights())
+    network.weights_changed()
+    tokens = torch.arange(2 * BLOCK_SIZE) % 7
+    chunk, positions = Chunk(tokens.tolist(), 0, len(tokens), [0, 1]), torch.arange(len(tokens))
+    kv, _ = new_cache(spec, 3, CPU, torch.bfloat16)
+    with torch.no_grad():
+        attend = ChunkAttention([chunk], BLOCK_SIZE, CPU, torch.bfloat16)
+        network.fill(tokens, ops.token_positions(positions, positions), kv, attend)
+    for layer, (_, values) in zip(network.layers, kv, strict=True):
+        scale = layer.value_scale  # type: ignore[attr-defined]
+        assert (scale is None) == (layer.norms[0] is None)  # without a norm, inputs have no bound
+        if scale is not None:
+            assert 0 < values.abs().max() < scale * LARGEST < 100 * values.abs().max()
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -142,6 +142,7 @@ class NativeEngine(LocalEngine):
             self._preempt_all()
         self.scheduler.weights_changed(keep)
         copy_weights(self.network.canonical(), source.weights(), self.network.shard)
+        self.network.weights_changed()
         step = self.scheduler.step
         self.outputs.versions.update(version, step, min([step, *(s.entered for s in self.scheduler.running)]))
         self.info = replace(self.info, version=version)

@@ -18,14 +18,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from assay.models.decoder import GATES, embedding_scale, rms_norm
-from assay.models.fp8 import SCALES, Fp8Matrix, Quantized, Scaled, as_bytes, quantize, to_fp8
+from assay.models.fp8 import LARGEST, LEAST, SCALES, Fp8Matrix, Quantized, Scaled, as_bytes, quantize, to_fp8
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
@@ -34,6 +34,13 @@ QKNorms = tuple[Tensor, Tensor] | None  # weights of the norms of queries and of
 SMALL_MATRIX = 2**18  # elements that fit into the cache of one core
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d], window, scale) -> [N, H, d]
 Attend = Callable[[Tensor, Tensor, int, float | None], Tensor]
+
+
+@runtime_checkable
+class QuantizingAttend(Protocol):
+    """An `Attend` that can also return codes with the given scale [1]."""
+
+    def quantized(self, kv: Tensor, q: Tensor, window: int, scale: float | None, codes: Tensor) -> Quantized: ...
 
 
 @dataclass(slots=True)
@@ -74,6 +81,7 @@ class Fp8Operations(Operations, Protocol):
     def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
         """x += y, in place; then the norm of x (without `weight`, x itself)."""
 
+    def norm_of_sum(self, x: Tensor, y: Scaled, weight: Tensor) -> Tensor: ...
     def quantized_activation(self, gate_up: Scaled) -> Quantized: ...
     def rotate_and_store(
         self, qkv: Tensor | Scaled, at: TokenPositions, norms: QKNorms, kv: Tensor, table: int
@@ -99,6 +107,9 @@ class TorchOperations:
     def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
         x = Stream(x, y).sum()
         return quantize(x if weight is None else self.norm(x, weight))
+
+    def norm_of_sum(self, x: Tensor, y: Scaled, weight: Tensor) -> Tensor:
+        return self.norm(Stream(x, y).sum(), weight)
 
     def activate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -157,6 +168,9 @@ class TritonOperations:
 
     def quantized_norm(self, x: Tensor, y: Scaled | None, weight: Tensor | None) -> Quantized:
         return self.kernels.quantized_norm(x, y, weight, self.spec.norm_eps, self.spec.design.norm_offset)
+
+    def norm_of_sum(self, x: Tensor, y: Scaled, weight: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, weight, self.spec.norm_eps, self.spec.design.norm_offset, y)
 
     def activate(self, gate_up: Tensor) -> Tensor:
         return self.kernels.gated(gate_up, self.spec.design.activation)
@@ -283,9 +297,25 @@ class Fp8Layer(FusedLayer):
     gate_up: Fp8Matrix
     down: Fp8Matrix
 
+    def __init__(self, spec: ModelSpec, index: int, device: torch.device, *rest: Any) -> None:
+        super().__init__(spec, index, device, *rest)
+        self.value_scale = torch.zeros(1, device=device) if self.norms[0] is not None else None
+
+    def weights_changed(self) -> None:
+        """Compute the scale of the values and of their means."""
+        norm = self.norms[0]
+        if self.value_scale is None or norm is None:
+            return
+        bias = None if self.qkv_bias is None else self.qkv_bias[-self.sizes[2] :]
+        largest = self.qkv.largest_output(self.sizes[2], norm + self.spec.design.norm_offset, bias)
+        self.value_scale.copy_(largest.clamp(min=LEAST) / LARGEST)
+
     def forward(self, stream: Stream, at: TokenPositions, ops: Fp8Operations, kv: Tensor, attend: Attend) -> None:  # type: ignore[override]
         q = self.store(stream, at, ops, kv)
-        attended = ops.quantized_norm(attend(kv, q, self.window, self.scale).flatten(1), None, None)
+        if self.value_scale is not None and isinstance(attend, QuantizingAttend):
+            attended = attend.quantized(kv, q, self.window, self.scale, self.value_scale)
+        else:
+            attended = ops.quantized_norm(attend(kv, q, self.window, self.scale).flatten(1), None, None)
         self.add(stream, self.out.product(attended, self.out_bias), self.norms[1], ops)
         gate_up = self.gate_up.product(self.quantized(stream, 2, ops), self.gate_up_bias)
         down = self.down.product(ops.quantized_activation(gate_up), self.down_bias)
@@ -337,6 +367,12 @@ class FusedDecoder:
             names |= layer.canonical()
         return names
 
+    def weights_changed(self) -> None:
+        """To be called after the weights were copied."""
+        for layer in self.layers:
+            if isinstance(layer, Fp8Layer):
+                layer.weights_changed()
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every full weight, one at a time, quantized ones with their scales. All ranks of a group must iterate
         together.
@@ -353,7 +389,9 @@ class FusedDecoder:
         stream = Stream(self.embed(ids))
         for layer, cache in zip(self.layers, kv, strict=True):
             layer.forward(stream, at, self.ops, cache, attend)
-        return self.ops.norm(stream.sum(), self.norm)
+        if stream.added is None:
+            return self.ops.norm(stream.x, self.norm)
+        return cast(Fp8Operations, self.ops).norm_of_sum(stream.x, stream.added, self.norm)
 
     def fill(self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> None:
         """Only store keys and values: the rest of the last layer is not computed."""

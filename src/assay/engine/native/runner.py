@@ -8,7 +8,9 @@ replayed. The kernels skip rows that have ended, so the host need not read resul
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from assay.engine.native.network import FusedDecoder, TokenPositions
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sampler import Rows, joined_scores, target_logprobs, token_scores
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample, batches_of
-from assay.models.fp8 import as_bytes
+from assay.models.fp8 import Quantized, as_bytes
 
 WINDOW = 3  # steps between two reads of results; blocks are allocated for all of them at once
 SHARING_PROGRAMS = 512  # rows times key-value heads below which prefixes are not shared
@@ -152,6 +154,17 @@ def sizes_up_to(rows: int) -> list[int]:
     return [*sizes, rows]
 
 
+class StepKind(NamedTuple):
+    """What the CUDA graph of a step is captured for."""
+
+    rows: int
+    sharing: bool = False  # of prefixes
+    splits: int = 1  # ranges per sequence
+    windowed: bool = True  # some sequence may be longer than a sliding window
+    forbids: bool = True  # `Modes` of the rows
+    truncates: bool = True
+
+
 class GraphRunner(Runner):
     def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor) -> None:
         from assay.engine.native.kernels import attention, layers, sampling
@@ -166,14 +179,13 @@ class GraphRunner(Runner):
         self.counters = torch.zeros(rows.size, spec.kv_heads, dtype=torch.int32, device=kv.device)
         self.scratch = sampling.Scratch(rows.size, network.spec.vocab_size, kv.device)
         self.sizes = sizes_up_to(rows.size)
-        # By number of rows, whether prefixes are shared, number of ranges per sequence, and whether any sequence may be
-        # longer than a sliding window.
-        self.graphs: dict[tuple[int, bool, int, bool], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self.sharing = False
         self.pool = torch.cuda.graph_pool_handle()
 
     def arrange(self, running: Sequence[Sample]) -> None:
         """Sort rows by length and find prefix groups, if there are enough to pay for an additional kernel."""
+        super().arrange(running)
         size = len(running)
         # Longest first. All rows grow by one token per step, so the order is valid until rows are added or removed.
         order = np.arange(self.rows.size, dtype=np.int32)
@@ -192,55 +204,77 @@ class GraphRunner(Runner):
         # For few rows, shared prefixes do not pay; float32 products leave no registers for them.
         sharing = self.sharing and rows * kv_heads >= SHARING_PROGRAMS and self.dtype.itemsize == 2
         splits = self.attention.default_splits(rows, kv_heads, span)
-        key = rows, sharing, splits, any(0 < window < span for window in self.network.spec.windows)
-        if key not in self.graphs:
-            self.graphs[key] = self._record(*key)
+        windowed = any(0 < window < span for window in self.network.spec.windows)
+        kind = StepKind(rows, sharing, splits, windowed, self.rows.modes.forbids, self.rows.modes.truncate)
+        if kind not in self.graphs:
+            self.graphs[kind] = self._record(kind)
         for _ in range(steps):
-            self.graphs[key].replay()
+            self.graphs[kind].replay()
 
     def close(self) -> None:
         self.graphs.clear()
         super().close()
 
-    def _record(self, size: int, sharing: bool, splits: int, windowed: bool) -> torch.cuda.CUDAGraph:
-        self._warm_up(size, sharing, splits, windowed)
+    def _record(self, kind: StepKind) -> torch.cuda.CUDAGraph:
+        self._warm_up(kind)
         graph = torch.cuda.CUDAGraph()
         # A collection could delete CUDA objects of another engine meanwhile, which would invalidate the capture.
         with gc_paused(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self._whole_step(size, sharing, splits, windowed)
+            self._whole_step(kind)
         return graph
 
-    def _warm_up(self, size: int, sharing: bool, splits: int, windowed: bool) -> None:
+    def _warm_up(self, kind: StepKind) -> None:
         """Run once before capture, so that all kernels are compiled and loaded; with idle rows this has no effect."""
         states = self.rows.ints[:, Column.STATE]
         before = states.clone()
         states.fill_(int(RowState.IDLE))
-        self._whole_step(size, sharing, splits, windowed)
+        self._whole_step(kind)
         states.copy_(before)
         self.rows.step -= 1
         torch.cuda.synchronize()
 
-    def _whole_step(self, size: int, sharing: bool, splits: int, windowed: bool = True) -> None:
-        rows, device = self.rows, self.device
+    def _whole_step(self, kind: StepKind) -> None:
+        rows, device, size = self.rows, self.device, kind.rows
         positions, slots, ids = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
         lengths = torch.empty(size, dtype=torch.int32, device=device)
         self.layers.start_step(rows.ints, rows.tables, size, BLOCK_SIZE, positions, lengths, slots, ids)
 
-        def attend(kv: Tensor, q: Tensor, window: int, scale: float | None) -> Tensor:
-            window = window if windowed else 0
-            return self.attention.decode_attention(
-                *(q, kv, rows.tables, lengths),
-                splits=splits,
-                counters=self.counters,
-                order=self.order,
-                shared=self.shared if sharing and not window else None,
-                window=window,
-                scale=scale,
-            )
-
-        hidden = self.network.forward(ids, TokenPositions(positions, slots), self.kv, attend)
+        hidden = self.network.forward(
+            ids, TokenPositions(positions, slots), self.kv, StepAttention(self, kind, lengths)
+        )
         logits = self.network.unembed(hidden)
         self.sampling.sample(
-            logits, rows.ints, rows.floats, rows.forbidden, rows.step, rows.log_tokens, rows.log_scores, self.scratch
+            *(logits, rows.ints, rows.floats, rows.forbidden, rows.step, rows.log_tokens, rows.log_scores),
+            self.scratch,
+            forbids=kind.forbids,
+            truncates=kind.truncates,
         )
         rows.step += 1
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """Attention of a step: a `QuantizingAttend`."""
+
+    runner: GraphRunner
+    kind: StepKind
+    lengths: Tensor  # of the sequences
+
+    def __call__(
+        self, kv: Tensor, q: Tensor, window: int, scale: float | None, out: Tensor | None = None, codes: Any = None
+    ) -> Tensor:
+        runner, window = self.runner, window if self.kind.windowed else 0
+        return runner.attention.decode_attention(
+            *(q, kv, runner.rows.tables, self.lengths, out),
+            splits=self.kind.splits,
+            counters=runner.counters,
+            order=runner.order,
+            shared=runner.shared if self.kind.sharing and not window else None,
+            window=window,
+            scale=scale,
+            codes=codes,
+        )
+
+    def quantized(self, kv: Tensor, q: Tensor, window: int, scale: float | None, codes: Tensor) -> Quantized:
+        out = torch.empty_like(q, dtype=torch.float8_e4m3fn)
+        return Quantized(self(kv, q, window, scale, out, codes).flatten(1), codes)

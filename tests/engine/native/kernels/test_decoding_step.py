@@ -11,7 +11,7 @@ from engine_parts import UNUSUAL_SPECS, assert_same_tokens, random_prompts, smal
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate
 from assay.engine.native.network import TritonOperations
-from assay.engine.native.runner import GraphRunner, sizes_up_to
+from assay.engine.native.runner import GraphRunner, StepKind, sizes_up_to
 from assay.models.decoder import Decoder, rope_tables
 
 
@@ -30,7 +30,7 @@ class SteppedRunner(GraphRunner):
     def decode(self, size: int, steps: int, span: int) -> None:
         rows = next(one for one in self.sizes if one >= size)
         for _ in range(steps):
-            self._whole_step(rows, self.sharing and self.splits == 1, self.splits)
+            self._whole_step(StepKind(rows, self.sharing and self.splits == 1, self.splits))
 
 
 def kernel_engine(model: Decoder, window: int, splits: int, **options: object) -> NativeEngine:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,6 +92,20 @@ def test_a_scaled_product_is_added_normalized_and_quantized(size: int, offset: f
         normed = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight.double() + offset)
         assert_quantized(found, normed)
     assert_quantized(quantized_norm(x, None, None, 1e-6), x.double())
+
+
+def test_a_product_with_one_scale_is_added_and_normalized() -> None:
+    x, weight, added = (
+        normal(3, 48, dtype=torch.bfloat16),
+        normal(48, dtype=torch.bfloat16, seed=1),
+        scaled(3, [48], False),
+    )
+    added = replace(added, rows=added.rows[:1])
+    total = x.double() + in_64_bits(added)
+    found = rms_norm(x, weight, 1e-6, 0.0, added)
+    assert_near(x, total, 2)
+    y = x.double()
+    assert_near(found, y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double(), 2)
 
 
 @pytest.mark.gpu  # Triton's interpreter makes NaN a number

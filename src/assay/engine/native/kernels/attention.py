@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from assay.engine.native.kernels.layers import limited
 from assay.engine.sequence import BLOCK_SIZE as BLOCK_TOKENS
 
 # By padded head size. Queries per tile: rows times query heads per key-value head.
@@ -106,12 +107,14 @@ def decode_attention(
     block_n: int | None = None,
     window: int = 0,
     scale: float | None = None,
+    codes: Tensor | None = None,
 ) -> Tensor:
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
     A row of length 0 gives zeros. `shared`: shared prefixes, which are read once.
     `window`: each row attends only to its last `window` tokens (0: all); not with `shared`.
     `scale`: factor of the scores; None: 1 / sqrt(d).
+    `codes` [1]: the result is divided by this scale; then `out` may have 8 bits.
     `counters` [N, K] int32 are zeros before and after the call; they are allocated if needed and not given.
     `order` [N] int32: rows in the order in which their programs start; longest first avoids a long row at the end.
     """
@@ -136,6 +139,7 @@ def decode_attention(
         *(q, kv_layer, tables, tables.stride(0), lengths, out, partial, stats),
         out if counters is None else counters,
         lengths if order is None else order,
+        lengths if codes is None else codes,
         *((shared.skip, shared.maxima, shared.sums, shared.partials) if shared else [out] * 4),
         *(blocks * block_size * size, min_range(rows, kv_heads)),
         **constants(q, kv_layer, tile, MIN_DOT, scale) | ({"TILE": block_n} if block_n else {}),
@@ -143,6 +147,7 @@ def decode_attention(
         SPLITS=splits,
         ORDERED=order is not None,
         SHARED=shared is not None,
+        CODES=codes is not None,
         num_warps=warps,
         num_stages=stages,
     )
@@ -196,6 +201,7 @@ def _attend(
     stats,  # with SPLITS > 1 [N, H, splits, 2]: maximum exponent, sum of weights
     counters,  # with SPLITS > 1 [N, K]: number of finished ranges
     order,  # with ORDERED
+    codes,  # with CODES [1]: the scale of the result
     skip,  # this and the next three: see SharedPrefixes
     maxima,
     sums,
@@ -214,6 +220,7 @@ def _attend(
     SPLITS: tl.constexpr,
     ORDERED: tl.constexpr,
     SHARED: tl.constexpr,
+    CODES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -271,7 +278,12 @@ def _attend(
                 tl.store(counter, 0)
                 total, result = _merge(partial, stats, head, member < GROUP, inside, ranges, SIZE, SPLITS)
     if complete:
-        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        total = tl.where(total == 0.0, 1.0, total)
+        if CODES:
+            total *= tl.load(codes)
+        result = result / total[:, None]
+        if out.dtype.element_ty == tl.float8e4nv:
+            result = limited(result)
         tl.store(out + head[:, None] * SIZE + column[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -28,10 +28,10 @@ def warps_for(elements: int) -> int:
     return min(max(elements // LANE, 1), 16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x [N, D] divided by its root mean square, times weight [D] + offset; rounded once."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, y: Scaled | None = None) -> Tensor:
+    """x [N, D] += y, in place; then x divided by its root mean square, times weight [D] + offset; rounded once."""
     out = torch.empty_like(x)
-    _launch_norm(x, None, weight, eps, offset, out, None)
+    _launch_norm(x, y, weight, eps, offset, out, None)
     return out
 
 
@@ -54,6 +54,7 @@ def _launch_norm(
     _norm[(len(x),)](
         *(x, *factors(y, x), x if weight is None else weight, out, x if scales is None else scales, eps),
         ADD=y is not None,
+        BY_ROW=y is not None and len(y.rows) > 1,
         BIAS=y is not None and y.bias is not None,
         NORM=weight is not None,
         QUANTIZE=scales is not None,
@@ -68,7 +69,7 @@ def factors(x: Scaled | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     """Values, scales of rows and of parts, and bias; `unused` in place of what there is not."""
     if x is None:
         return (unused,) * 4
-    assert x.values.is_contiguous()
+    assert x.values.is_contiguous() and len(x.rows) in (1, len(x.values))
     return x.values, x.rows, x.parts, unused if x.bias is None else x.bias
 
 
@@ -84,6 +85,7 @@ def _norm(
     scales,
     eps,
     ADD: tl.constexpr,
+    BY_ROW: tl.constexpr,  # y has a scale per row
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -97,7 +99,8 @@ def _norm(
     inside = column < SIZE
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value += _scaled(y + row + column, tl.load(rows + index) * tl.load(parts), bias + column, inside, BIAS)
+        scale = tl.load(rows + index * BY_ROW) * tl.load(parts)
+        value += _scaled(y + row + column, scale, bias + column, inside, BIAS)
         rounded = value.to(x.dtype.element_ty)
         tl.store(x + row + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -130,11 +133,11 @@ def _scale_of(largest):
 
 @triton.jit
 def _codes(value, scale):
-    return _limited(value * tl.div_rn(1.0, scale)).to(tl.float8e4nv)  # a division of each value takes twice as long
+    return limited(value * tl.div_rn(1.0, scale)).to(tl.float8e4nv)  # a division of each value takes twice as long
 
 
 @triton.jit
-def _limited(value):
+def limited(value):
     """Numbers beyond the largest of 8 bits become the largest; NaN stays NaN."""
     value = tl.maximum(value, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(value, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
@@ -377,7 +380,7 @@ def _rope_store(
 def _as_stored(value, kv):
     """In the dtype of the cache."""
     if kv.dtype.element_ty == tl.float8e4nv:
-        value = _limited(value.to(tl.float32))
+        value = limited(value.to(tl.float32))
     return value.to(kv.dtype.element_ty)
 
 

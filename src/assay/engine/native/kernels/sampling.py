@@ -54,8 +54,14 @@ def sample(
     log_tokens: Tensor,
     log_scores: Tensor,
     scratch: Scratch,
+    *,
+    forbids: bool = True,
+    truncates: bool = True,
 ) -> None:
-    """`sampler.sample_rows` for logits [N, V] in 16 or 32 bits; logits of forbidden tokens are overwritten."""
+    """`sampler.sample_rows` for logits [N, V] in 16 or 32 bits; logits of forbidden tokens are overwritten.
+
+    `forbids`, `truncates`: whether any row does; see `Modes`.
+    """
     rows, vocabulary = logits.shape
     chunks = scratch.sums.shape[1]
     assert logits.is_contiguous() and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -67,12 +73,14 @@ def sample(
     statistics = (scratch.maxima, scratch.sums, scratch.moments)
     sizes = {"VOCABULARY": vocabulary, "WIDTH": ints.shape[1]}
     wide = {"CHUNK": CHUNK, "CHUNKS": chunks, "LANES": triton.next_power_of_2(chunks)}
-    forbid_kernel[(rows,)](logits, ints, forbidden, scratch.removed, **sizes, SLOTS=SLOTS, num_warps=1)
+    if forbids:
+        forbid_kernel[(rows,)](logits, ints, forbidden, scratch.removed, **sizes, SLOTS=SLOTS, num_warps=1)
     statistics_kernel[(chunks, rows)](*table, *statistics, **sizes, CHUNK=CHUNK, num_warps=1)
-    truncate_kernel[(rows,)](
-        *table, *statistics[:2], scratch.kept, scratch.cuts,
-        **sizes, **wide, SPAN=SPAN, GROUP=16 // logits.itemsize, num_warps=16,
-    )  # fmt: skip
+    if truncates:
+        truncate_kernel[(rows,)](
+            *table, *statistics[:2], scratch.kept, scratch.cuts,
+            **sizes, **wide, SPAN=SPAN, GROUP=16 // logits.itemsize, num_warps=16,
+        )  # fmt: skip
     sample_kernel[(rows,)](
         *table, forbidden, step, log_tokens, log_scores, scratch.removed, *statistics, scratch.kept, scratch.cuts,
         **sizes, **wide, log_steps=log_tokens.shape[0], log_rows=log_tokens.shape[1], SLOTS=SLOTS, num_warps=8,
