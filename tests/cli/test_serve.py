@@ -72,8 +72,8 @@ CLIENT = """
 import json, os, sys, time, urllib.request
 def models():
     return json.load(urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models"))["data"][0]["id"]
-print(models(), os.environ["OPENAI_API_KEY"], *sys.argv[1:], flush=True)
 try:
+    print(models(), os.environ["OPENAI_API_KEY"], *sys.argv[1:], flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print(models(), flush=True)  # the server still runs

@@ -19,7 +19,7 @@ STEPS = 4
 SETTINGS = (
     *("--device", "cuda", "--train.deterministic", "true", "--train.steps", STEPS, "--save.every", 2, "--save.keep", 0),
     *("--train.prompts", 16, "--train.samples", 8, "--sampling.max_new_tokens", 40, "--prompt.few_shot", 12),
-    *("--eval.every", 1, "--train.token_budget", 4096),
+    *("--eval.every", 1, "--train.token_budget", 4096, "--engine.kv_cache_gib", 1),
 )
 VARIANTS: dict[str, tuple[object, ...]] = {
     "plain": ("--algo.kl_coef", 0.1, "--train.compile", "off"),
