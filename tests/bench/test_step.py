@@ -108,6 +108,7 @@ def test_settings_of_the_run_are_parsed_and_checked() -> None:
         ("train.token_budget=many", "train.token_budget"),
         ("train.token_budget", "train.token_budget=8192"),
         ("train.samples=3", "--samples"),
+        ("train.process=separate", "one process"),
         ("model.source=x", "--model"),
     ):
         with pytest.raises(UserError, match=message):

@@ -400,6 +400,8 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"--set {word}: a setting and its value are needed, e.g. train.token_budget=8192")
         if option := OPTION_OF.get(key) or OPTION_OF.get(key.partition(".")[0]):
             raise UserError(f"--set {key} is an option of this command: {option}")
+        if key in ("train.process", "source"):
+            raise UserError(f"--set {key}: not supported, since a benchmark measures one process; leave it out")
     overrides = parse_overrides([f"--{word}" for word in words])
     load_settings(TrainConfig, None, overrides, Caller("in --set", "--set {}"))
     return overrides
