@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, int, float | None], Tensor]
 class QuantizingAttend(Protocol):
     """An `Attend` that can also return codes with the given scale [1]."""
 
-    def quantized(self, kv: Tensor, q: Tensor, window: int, scale: float | None, codes: Tensor) -> Quantized: ...
+    def quantized(self, kv: Tensor, q: Tensor, window: int, scale: float | None, out_scale: Tensor) -> Quantized: ...
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -261,7 +261,13 @@ class StepAttention:
     lengths: Tensor  # of the sequences
 
     def __call__(
-        self, kv: Tensor, q: Tensor, window: int, scale: float | None, out: Tensor | None = None, codes: Any = None
+        self,
+        kv: Tensor,
+        q: Tensor,
+        window: int,
+        scale: float | None,
+        out: Tensor | None = None,
+        out_scale: Tensor | None = None,
     ) -> Tensor:
         runner, window = self.runner, window if self.kind.windowed else 0
         return runner.attention.decode_attention(
@@ -272,9 +278,9 @@ class StepAttention:
             shared=runner.shared if self.kind.sharing and not window else None,
             window=window,
             scale=scale,
-            codes=codes,
+            out_scale=out_scale,
         )
 
-    def quantized(self, kv: Tensor, q: Tensor, window: int, scale: float | None, codes: Tensor) -> Quantized:
+    def quantized(self, kv: Tensor, q: Tensor, window: int, scale: float | None, out_scale: Tensor) -> Quantized:
         out = torch.empty_like(q, dtype=torch.float8_e4m3fn)
-        return Quantized(self(kv, q, window, scale, out, codes).flatten(1), codes)
+        return Quantized(self(kv, q, window, scale, out, out_scale).flatten(1), out_scale)

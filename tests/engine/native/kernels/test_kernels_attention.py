@@ -105,10 +105,10 @@ def test_the_result_is_divided_by_a_scale_and_stored_in_8_bits(splits: int) -> N
     q = queries(len(LENGTHS), 14, 64, torch.bfloat16)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     scale, expected = torch.full((1,), 0.02, device=DEVICE), reference(q, kv, tables, LENGTHS)
-    assert_near(decode_attention(q, kv, tables, lengths, splits=splits, codes=scale) * 0.02, expected)
+    assert_near(decode_attention(q, kv, tables, lengths, splits=splits, out_scale=scale) * 0.02, expected)
     if DEVICE == "cuda":  # Triton's interpreter rounds 8-bit numbers wrongly
         out = torch.empty_like(q, dtype=torch.float8_e4m3fn)
-        decode_attention(q, kv, tables, lengths, out, splits, codes=scale)
+        decode_attention(q, kv, tables, lengths, out, splits, out_scale=scale)
         gap = (out.double() * 0.02 - expected).abs()
         assert (gap <= expected.abs() * 2**-3.9 + 0.02 * 2**-9 + 2**-7).all()
 

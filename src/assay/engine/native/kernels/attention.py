@@ -107,14 +107,14 @@ def decode_attention(
     block_n: int | None = None,
     window: int = 0,
     scale: float | None = None,
-    codes: Tensor | None = None,
+    out_scale: Tensor | None = None,
 ) -> Tensor:
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
     A row of length 0 gives zeros. `shared`: shared prefixes, which are read once.
     `window`: each row attends only to its last `window` tokens (0: all); not with `shared`.
     `scale`: factor of the scores; None: 1 / sqrt(d).
-    `codes` [1]: the result is divided by this scale; then `out` may have 8 bits.
+    `out_scale` [1]: the result is divided by this scale; then `out` may have 8 bits.
     `counters` [N, K] int32 are zeros before and after the call; they are allocated if needed and not given.
     `order` [N] int32: rows in the order in which their programs start; longest first avoids a long row at the end.
     """
@@ -139,7 +139,7 @@ def decode_attention(
         *(q, kv_layer, tables, tables.stride(0), lengths, out, partial, stats),
         out if counters is None else counters,
         lengths if order is None else order,
-        lengths if codes is None else codes,
+        lengths if out_scale is None else out_scale,
         *((shared.skip, shared.maxima, shared.sums, shared.partials) if shared else [out] * 4),
         *(blocks * block_size * size, min_range(rows, kv_heads)),
         **constants(q, kv_layer, tile, MIN_DOT, scale) | ({"TILE": block_n} if block_n else {}),
@@ -147,7 +147,7 @@ def decode_attention(
         SPLITS=splits,
         ORDERED=order is not None,
         SHARED=shared is not None,
-        CODES=codes is not None,
+        SCALED=out_scale is not None,
         num_warps=warps,
         num_stages=stages,
     )
@@ -201,7 +201,7 @@ def _attend(
     stats,  # with SPLITS > 1 [N, H, splits, 2]: maximum exponent, sum of weights
     counters,  # with SPLITS > 1 [N, K]: number of finished ranges
     order,  # with ORDERED
-    codes,  # with CODES [1]: the scale of the result
+    out_scale,  # with SCALED [1]: the scale of the result
     skip,  # this and the next three: see SharedPrefixes
     maxima,
     sums,
@@ -220,7 +220,7 @@ def _attend(
     SPLITS: tl.constexpr,
     ORDERED: tl.constexpr,
     SHARED: tl.constexpr,
-    CODES: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -279,8 +279,8 @@ def _attend(
                 total, result = _merge(partial, stats, head, member < GROUP, inside, ranges, SIZE, SPLITS)
     if complete:
         total = tl.where(total == 0.0, 1.0, total)
-        if CODES:
-            total *= tl.load(codes)
+        if SCALED:
+            total *= tl.load(out_scale)
         result = result / total[:, None]
         if out.dtype.element_ty == tl.float8e4nv:
             result = limited(result)
