@@ -35,6 +35,7 @@ sys.path.append(str(ROOT))  # and the tests themselves, in processes that they s
 
 
 @pytest.hookimpl(trylast=True)  # after tests are deselected
+@pytest.hookimpl(trylast=True)  # after the tests that -m leaves out are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
