@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import until
 
 from assay import __version__
 from assay.algos.recipes import RECIPES
@@ -204,6 +205,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, world: int, rank: int, local: int) 
 
 
 def test_only_one_process_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("assay.cli.main.stopped_within", lambda _: True)  # as if the first process had ended
     result = []
     for world, rank, local in ((1, 0, 0), (4, 0, 0), (4, 1, 1), (4, 2, 0), (1, 3, 3)):  # the last: an unrelated RANK
         as_rank(monkeypatch, world, rank, local)
@@ -215,6 +217,32 @@ def test_only_one_process_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         result.append((is_main(), should_report()))
     assert [prints for prints, _ in result] == [True, True, False, False, True]
     assert [reports for _, reports in result] == [True, True, False, True, True]  # one per node
+
+
+def test_an_error_of_one_process_alone_is_printed_by_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_rank(monkeypatch, world=4, rank=1, local=1)
+    monkeypatch.setattr("assay.cli.main.FIRST_S", 0.1)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["train", "nowhere.toml"]) == 2
+    assert "nowhere.toml" in capsys.readouterr().err and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads which signals a process catches")
+def test_the_first_process_of_a_node_has_time_to_print_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, world=4, rank=1, local=1)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    words = [sys.executable, "-m", "assay", "train", "nowhere.toml"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
+
+        def catches_sigterm() -> bool:
+            status = Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0]
+            return bool(int(status, 16) >> (signal.SIGTERM - 1) & 1)
+
+        until(catches_sigterm)
+        process.send_signal(signal.SIGTERM)  # as the launcher does when the first process has ended
+        assert process.communicate()[1] == "" and process.returncode == 2
 
 
 # Help of settings

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ OUT_OF_MEMORY = (
     "engine.max_batch, or use a smaller model; --debug shows where it happened"
 )
 MAX_LINE = 1_000  # characters of an error message: names in it may be of any length
+FIRST_S = 20.0  # seconds that the first process of a node has to report an error that others have, too
 WIDTH = 118
 REGISTRIES = {  # settings with built-in names, and where those are; imported only for the help
     "task.name": "assay.tasks.registry:TASKS",
@@ -82,9 +84,9 @@ def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_
     except UserError as error:
         if debug:
             traceback.print_exc()
+        keep_exit_code(own_process)  # first: SIGTERM must not prevent the message either
         if should_report():
             print(f"assay: {one_line(str(error), MAX_LINE)}", file=sys.stderr, flush=True)
-        keep_exit_code(own_process)
         return 2
     except BrokenPipeError:  # e.g. `assay runs | head`
         silence_closed_streams()
@@ -107,12 +109,25 @@ def run(command: Callable[[list[str]], int], words: list[str], debug: bool, own_
 def should_report() -> bool:
     """Whether this process should print an error, because no other rank has printed one.
 
-    Before the process group exists, all ranks read the same settings, and one message per node is enough.
+    Before the process group exists, all ranks read the same settings, and one message per node is enough: its first
+    process prints it. The others wait, since the launcher would end the first process as soon as one has ended. When
+    that one has ended, it ends them; if it does not, they have an error of their own.
     """
     mesh = sys.modules.get("assay.mesh")
     if mesh is not None and mesh.dist.is_initialized():
         return mesh.first_to_fail()
-    return not is_distributed() or os.environ.get("LOCAL_RANK", "0") == "0"
+    return not is_distributed() or os.environ.get("LOCAL_RANK", "0") == "0" or not stopped_within(FIRST_S)
+
+
+def stopped_within(seconds: float) -> bool:
+    """Wait until SIGTERM arrives; whether it did."""
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: arrived.append(number))
+    end = time.monotonic() + seconds
+    while not arrived and time.monotonic() < end:
+        time.sleep(0.05)
+    signal.signal(signal.SIGTERM, before)
+    return bool(arrived)
 
 
 def keep_exit_code(own_process: bool) -> None:
