@@ -3,7 +3,7 @@
 A weight has one scale, and activations have one per row: the largest absolute value becomes the largest number of
 e4m3. (These are floating-point numbers, so scales by row hardly make weights more precise.) Weights are quantized when
 they are copied into the engine, from the engine's dtype; activations before each product. Only the linear layers of the
-blocks are quantized: a head in e4m3 changes log-probabilities more than all layers do.
+blocks are quantized: a head in e4m3 changes log-probabilities nearly as much as all layers together.
 
 The output of attention gets a constant scale, so that the kernel that computes it writes codes at once: it is a mean of
 values, and no value exceeds a bound that follows from the weights (`largest_output`).
