@@ -34,7 +34,6 @@ sys.path.append(str(ROOT / "bench"))  # and the scripts of benchmarks
 sys.path.append(str(ROOT))  # and the tests themselves, in processes that they start
 
 
-@pytest.hookimpl(trylast=True)  # after tests are deselected
 @pytest.hookimpl(trylast=True)  # after the tests that -m leaves out are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():

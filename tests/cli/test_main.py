@@ -223,7 +223,7 @@ def test_an_error_of_one_process_alone_is_printed_by_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     as_rank(monkeypatch, world=4, rank=1, local=1)
-    monkeypatch.setattr("assay.cli.main.FIRST_S", 0.1)
+    monkeypatch.setattr("assay.cli.main.FIRST_PROCESS_S", 0.1)
     before = signal.getsignal(signal.SIGTERM)
     assert main(["train", "nowhere.toml"]) == 2
     assert "nowhere.toml" in capsys.readouterr().err and signal.getsignal(signal.SIGTERM) == before

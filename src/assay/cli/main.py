@@ -47,7 +47,7 @@ OUT_OF_MEMORY = (
     "engine.max_batch, or use a smaller model; --debug shows where it happened"
 )
 MAX_LINE = 1_000  # characters of an error message: names in it may be of any length
-FIRST_S = 20.0  # seconds that the first process of a node has to report an error that others have, too
+FIRST_PROCESS_S = 20.0  # seconds that the first process of a node has to report an error that others have, too
 WIDTH = 118
 REGISTRIES = {  # settings with built-in names, and where those are; imported only for the help
     "task.name": "assay.tasks.registry:TASKS",
@@ -116,7 +116,7 @@ def should_report() -> bool:
     mesh = sys.modules.get("assay.mesh")
     if mesh is not None and mesh.dist.is_initialized():
         return mesh.first_to_fail()
-    return not is_distributed() or os.environ.get("LOCAL_RANK", "0") == "0" or not stopped_within(FIRST_S)
+    return not is_distributed() or os.environ.get("LOCAL_RANK", "0") == "0" or not stopped_within(FIRST_PROCESS_S)
 
 
 def stopped_within(seconds: float) -> bool:
