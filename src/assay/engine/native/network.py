@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ from assay.models.decoder import GATES, embedding_scale, rms_norm
 from assay.models.fp8 import LARGEST, LEAST, SCALES, Fp8Matrix, Quantized, Scaled, as_bytes, quantize, to_fp8
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from assay.engine.native.kernels.few_rows import FewRows
 
 Matrix = Tensor | Fp8Matrix
 QKNorms = tuple[Tensor, Tensor] | None  # weights of the norms of queries and of keys
@@ -384,11 +387,19 @@ class FusedDecoder:
                 continue
             yield name, weight if self.shard is None else self.shard.full(name, weight)
 
-    def forward(self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [N, D] of token ids [N]; their keys and values are stored in the cache."""
+    def forward(
+        self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend, few: FewRows | None = None
+    ) -> Tensor:
+        """Hidden states [N, D] of token ids [N]; their keys and values are stored in the cache.
+
+        `few`: runs the layers in kernels for few rows.
+        """
         stream = Stream(self.embed(ids))
         for layer, cache in zip(self.layers, kv, strict=True):
-            layer.forward(stream, at, self.ops, cache, attend)
+            if few is None:
+                layer.forward(stream, at, self.ops, cache, attend)
+            else:
+                few.forward(layer, stream.x, at, cache, attend)
         if stream.added is None:
             return self.ops.norm(stream.x, self.norm)
         return cast(Fp8Operations, self.ops).norm_of_sum(stream.x, stream.added, self.norm)

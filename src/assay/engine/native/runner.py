@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from assay.engine.base import TokenScores, gc_paused
 from assay.engine.native.attention import ChunkAttention, RowAttention, VarlenAttention, has_varlen, slots_of
 from assay.engine.native.kv_cache import new_cache
-from assay.engine.native.network import FusedDecoder, TokenPositions
+from assay.engine.native.network import FusedDecoder, TokenPositions, TritonOperations
 from assay.engine.native.scheduler import Chunk
 from assay.engine.sampler import Rows, joined_scores, target_logprobs, token_scores
 from assay.engine.sequence import BLOCK_SIZE, Column, RowState, Sample, batches_of
@@ -167,7 +167,7 @@ class StepKind(NamedTuple):
 
 class GraphRunner(Runner):
     def __init__(self, network: FusedDecoder, rows: Rows, kv: Tensor) -> None:
-        from assay.engine.native.kernels import attention, layers, sampling
+        from assay.engine.native.kernels import attention, few_rows, layers, sampling
 
         super().__init__(network, rows, kv)
         self.attention, self.layers, self.sampling = attention, layers, sampling
@@ -178,6 +178,8 @@ class GraphRunner(Runner):
         self.order = torch.arange(rows.size, dtype=torch.int32, device=kv.device)
         self.counters = torch.zeros(rows.size, spec.kv_heads, dtype=torch.int32, device=kv.device)
         self.scratch = sampling.Scratch(rows.size, network.spec.vocab_size, kv.device)
+        self.few = few_rows.FewRows(cast(TritonOperations, network.ops)) if few_rows.FewRows.supports(network) else None
+        self.few_rows = few_rows.MAX_ROWS if self.few else 0
         self.sizes = sizes_up_to(rows.size)
         self.graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
         self.sharing = False
@@ -239,9 +241,9 @@ class GraphRunner(Runner):
         lengths = torch.empty(size, dtype=torch.int32, device=device)
         self.layers.start_step(rows.ints, rows.tables, size, BLOCK_SIZE, positions, lengths, slots, ids)
 
-        hidden = self.network.forward(
-            ids, TokenPositions(positions, slots), self.kv, StepAttention(self, kind, lengths)
-        )
+        few = self.few if size <= self.few_rows else None
+        attend = StepAttention(self, kind, lengths, overlapped=few is not None)
+        hidden = self.network.forward(ids, TokenPositions(positions, slots), self.kv, attend, few)
         logits = self.network.unembed(hidden)
         self.sampling.sample(
             *(logits, rows.ints, rows.floats, rows.forbidden, rows.step, rows.log_tokens, rows.log_scores),
@@ -259,6 +261,7 @@ class StepAttention:
     runner: GraphRunner
     kind: StepKind
     lengths: Tensor  # of the sequences
+    overlapped: bool  # between kernels of `FewRows`
 
     def __call__(
         self,
@@ -279,6 +282,7 @@ class StepAttention:
             window=window,
             scale=scale,
             out_scale=out_scale,
+            overlapped=self.overlapped,
         )
 
     def quantized(self, kv: Tensor, q: Tensor, window: int, scale: float | None, out_scale: Tensor) -> Quantized:

@@ -108,6 +108,7 @@ def decode_attention(
     window: int = 0,
     scale: float | None = None,
     out_scale: Tensor | None = None,
+    overlapped: bool = False,
 ) -> Tensor:
     """q [N, H, d] over the first lengths [N] tokens of each row of `tables`, in kv_layer [2, K, blocks, block_size, d].
 
@@ -116,6 +117,7 @@ def decode_attention(
     `scale`: factor of the scores; None: 1 / sqrt(d).
     `out_scale` [1]: the result is divided by this scale; then `out` may have 8 bits.
     `counters` [N, K] int32 are zeros before and after the call; they are allocated if needed and not given.
+    `overlapped`: it may start before the kernel before it has ended (Hopper or later; not with `shared`).
     `order` [N] int32: rows in the order in which their programs start; longest first avoids a long row at the end.
     """
     assert q.is_contiguous() and kv_layer.is_contiguous() and lengths.is_contiguous() and tables.stride(1) == 1
@@ -125,7 +127,7 @@ def decode_attention(
         out = torch.empty_like(q)
     if splits is None:
         splits = default_splits(rows, kv_heads, tables.shape[1] * block_size)
-    assert shared is None or not window
+    assert shared is None or not (window or overlapped)
     tile, warps, stages = tuning(size)
     if shared is not None:
         attend_shared(q, kv_layer, tables, shared, scale)
@@ -148,8 +150,10 @@ def decode_attention(
         ORDERED=order is not None,
         SHARED=shared is not None,
         SCALED=out_scale is not None,
+        OVERLAPPED=overlapped,
         num_warps=warps,
         num_stages=stages,
+        **({"launch_pdl": True} if overlapped else {}),
     )
     return out
 
@@ -221,13 +225,18 @@ def _attend(
     ORDERED: tl.constexpr,
     SHARED: tl.constexpr,
     SCALED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if ORDERED:
         row = tl.load(order + row).to(tl.int64)
     length = tl.load(lengths + row)
+    if OVERLAPPED:  # queries, keys and values come from the kernel before this one, all else from earlier ones
+        tl.extra.cuda.gdc_wait()
     first, last, ranges = 0, length, 1
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
