@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from assay.engine import Request, SamplingParams, generate, make_engine
 from assay.mesh import Mesh
 from assay.models import build_preset
 from assay.models.base import HFModel
-from assay.models.fp8 import LARGEST, SCALES, Fp8Matrix, is_quantized, quantize, served_weights
+from assay.models.decoder import Decoder
+from assay.models.fp8 import HEAD, LARGEST, SCALES, Fp8Head, Fp8Matrix, is_quantized, quantize, served_weights
 from assay.training.sync import SyncError, compare_fingerprints, sync_weights
 from assay.types import UserError
 
@@ -23,8 +25,12 @@ def engine_of(model: Any, **options: Any) -> Any:
     return make_engine("native", model, **{**given, **options})
 
 
-def small(seed: int = 0) -> Any:
-    return build_preset("tiny", vocab_size=96, max_length=128, seed=seed).to(DEVICE)
+def small(seed: int = 0, tied: bool = True) -> Any:
+    model = build_preset("tiny", vocab_size=96, max_length=128, seed=seed)
+    if model.spec.tied != tied:
+        model = Decoder(replace(model.spec, tied=tied))
+        model.initialise(seed)
+    return model.to(DEVICE)
 
 
 def test_a_row_is_rounded_to_its_nearest_codes() -> None:
@@ -62,6 +68,19 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
     torch.testing.assert_close(matrix.product(quantized, bias).tensor().double(), expected, rtol=0.02, atol=0.02)
 
 
+def test_a_head_has_a_scale_per_row() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(48, 64, generator=generator).to(DEVICE, torch.bfloat16)
+    weight *= torch.logspace(-4, 2, 48, device=DEVICE, dtype=torch.bfloat16)[:, None]
+    head = Fp8Head(48, 64, DEVICE)
+    head.copy_(weight)
+    exact = head.codes.double() * head.scales.double()[:, None]
+    assert ((exact - weight.double()).norm(dim=1) / weight.double().norm(dim=1)).max() < 0.04
+    x = quantize(torch.randn(5, 64, generator=generator).to(DEVICE, torch.bfloat16))
+    expected = (x.codes.double() * x.scales[:, None].double()) @ exact.T
+    torch.testing.assert_close(head.logits(x).double(), expected, rtol=0.02, atol=0.02)
+
+
 def test_nan_stays_nan() -> None:
     weight, x = torch.ones(16, 32, device=DEVICE), torch.ones(2, 32, device=DEVICE, dtype=torch.bfloat16)
     matrix = Fp8Matrix.zeros([16], 32, DEVICE, torch.bfloat16)
@@ -78,7 +97,7 @@ def test_sizes_must_be_multiples() -> None:
         Fp8Matrix.zeros([24], 32, DEVICE, torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [{"quantize": "fp8"}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize("options", [{"quantize": "fp8"}, {"quantize": "fp8_head"}, {"kv_cache_dtype": "fp8"}])
 def test_an_engine_samples_nearly_what_the_model_gives(options: dict[str, str]) -> None:
     model = small()
     requests = [Request([7, 3, 60 + i], SamplingParams(n=2, max_new_tokens=20), seed=i) for i in range(4)]
@@ -92,6 +111,24 @@ def test_an_engine_samples_nearly_what_the_model_gives(options: dict[str, str]) 
             mine = torch.tensor(completion.engine_logprobs)
             gaps.append((mine - torch.tensor(scores[len(request.prompt_ids) - 1 :])).abs().mean())
     assert 1e-4 < float(torch.stack(gaps).mean()) < 0.1  # it is another model, but nearly the same
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_fingerprint_covers_the_head(tied: bool) -> None:
+    model = small(tied=tied)
+    engine = engine_of(model, quantize="fp8_head")
+    other = small(seed=1, tied=tied)
+    sync_weights(other, engine, 1)
+    served = dict(served_weights(other.weights(), torch.bfloat16, head=True))
+    assert engine.digests().keys() == served.keys() >= {HEAD, HEAD + SCALES, "model.embed_tokens.weight"}
+    head = engine.network.head
+    assert torch.equal(head.codes.view(torch.uint8), served[HEAD].view(torch.uint8))
+    for part in (head.codes.view(torch.uint8), head.scales.view(torch.int32)):
+        part[5:6] ^= 1
+        with pytest.raises(SyncError, match=f"1 weight of .*{HEAD}"):
+            compare_fingerprints(other, engine, 0, Mesh())
+        part[5:6] ^= 1
+    assert compare_fingerprints(other, engine, 0, Mesh()) == engine.fingerprint()
 
 
 def test_the_fingerprint_covers_codes_and_scales() -> None:

@@ -191,7 +191,9 @@ class Workload(ModelOptions):
     top_p: float = option(1.0, "1 is off")
     top_k: int = option(0, "0 is off")
     min_p: float = option(0.0, "0 is off")
-    quantize: str = option("", "fp8: products of the layers in 8 bits", choices=("", "fp8"))
+    quantize: str = option(
+        "", "fp8: products of the layers in 8 bits; fp8_head: also of the head", choices=("", "fp8", "fp8_head")
+    )
     kv_cache_dtype: str = option("auto", "fp8: keys and values in 8 bits", choices=("auto", "fp8"))
 
     def __post_init__(self) -> None:

@@ -169,7 +169,7 @@ class EngineOptions:
     # The KV cache of running sequences after a weight update. "recompute": it is computed again with the new weights;
     # "keep": it is kept, and only new tokens use the new weights.
     kv_on_update: KvOnUpdate = "recompute"
-    quantize: str = ""  # "fp8": products with the weights of layers in 8 bits (`assay.models.fp8`)
+    quantize: str = ""  # "fp8": products of layers in 8 bits (`assay.models.fp8`); "fp8_head": also of the output head
     kv_cache_dtype: str = "auto"  # "fp8": keys and values are stored in 8 bits
     notify: Callable[[str], None] | None = None  # gets lines for the user, e.g. about failed servers, from any thread
 

@@ -2,8 +2,9 @@
 
 A weight has one scale, and activations have one per row: the largest absolute value becomes the largest number of
 e4m3. (These are floating-point numbers, so scales by row hardly make weights more precise.) Weights are quantized when
-they are copied into the engine, from the engine's dtype; activations before each product. Only the linear layers of the
-blocks are quantized: a head in e4m3 changes log-probabilities nearly as much as all layers together.
+they are copied into the engine, from the engine's dtype; activations before each product. The output head is quantized
+only on request ("fp8_head"), and with a scale per row of its weights. In SmolLM2-135M, the layers in 8 bits change
+log-probabilities by 0.18 on average, the head alone by 0.10, and with one scale by as much as the layers.
 
 The output of attention gets a constant scale, so that the kernel that computes it writes codes at once: it is a mean of
 values, and no value exceeds a bound that follows from the weights (`largest_output`).
@@ -30,6 +31,8 @@ LEAST = 1e-12  # scales of rows of zeros
 MULTIPLE = 16  # of both sizes of a matrix
 CAPABILITY = (8, 9)  # of CUDA devices with products in 8 bits
 SCALES = "_scales"  # end of the name of a weight's scales
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+QUANTIZED_ROWS = 1 << 14  # of the head at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +80,65 @@ def codes_of(x: Tensor, scale: Tensor) -> Tensor:
     return to_fp8(x.float() * scale.reciprocal())
 
 
-def served_weights(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What an engine with quantized weights serves: codes and scales of those, and the others in its dtype."""
+def served_weights(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, head: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """What an engine with quantized weights serves: codes and scales of those, and the others in its dtype.
+
+    `head`: the output head is quantized, too; one that is tied to the embedding is served as an additional weight.
+    """
+    tied: Tensor | None = None
     for name, weight in weights:
         weight = weight.detach().to(dtype)
-        if not is_quantized(name):
+        if head and name == HEAD:
+            yield from named(HEAD, *quantize_head(weight))
+            head = False
+        elif is_quantized(name):
+            yield from named(name, *quantize_weight(weight))
+        else:
+            tied = weight if name == EMBEDDING else tied
             yield name, weight
-            continue
-        codes, scale = quantize_weight(weight)
-        yield name, codes
-        yield name + SCALES, scale
+    if head and tied is not None:
+        yield from named(HEAD, *quantize_head(tied))
+
+
+def named(name: str, codes: Tensor, scales: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield name, codes
+    yield name + SCALES, scales
+
+
+def quantize_head(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and the scales of the rows."""
+    parts = [quantize(part) for part in weight.split(QUANTIZED_ROWS)]
+    return torch.cat([as_bytes(part.codes) for part in parts]).view(torch.float8_e4m3fn), torch.cat(
+        [part.scales for part in parts]
+    )
+
+
+class Fp8Head:
+    """The output head: codes [V, D], and a scale of each row."""
+
+    def __init__(self, tokens: int, hidden: int, device: torch.device) -> None:
+        if tokens % MULTIPLE or hidden % MULTIPLE:
+            raise UserError(
+                f"engine.quantize = 'fp8_head' needs a vocabulary and a hidden size that are multiples of {MULTIPLE}, "
+                f"not {tokens} and {hidden}: use 'fp8'"
+            )
+        self.codes = torch.zeros(tokens, hidden, device=device, dtype=torch.float8_e4m3fn)
+        self.scales = torch.zeros(tokens, device=device)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def copy_(self, weight: Tensor) -> None:
+        codes, scales = quantize_head(weight.to(self.codes.device, torch.bfloat16))
+        self.codes.copy_(codes)
+        self.scales.copy_(scales)
+
+    def logits(self, x: Quantized) -> Tensor:
+        scales = x.scales[:, None], self.scales[None, :]
+        return torch._scaled_mm(x.codes, self.codes.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 class Fp8Matrix:

@@ -71,7 +71,7 @@ def compare_fingerprints(policy: PolicyModel, engine: BaseEngine, version: int, 
 def as_served_by(engine: BaseEngine, policy: PolicyModel) -> tuple[Iterable[tuple[str, Tensor]], torch.dtype | None]:
     """The weights that the engine must have, and the dtype that they are to be cast to."""
     if engine.info.quantize:
-        return served_weights(policy.weights(), engine.info.dtype), None
+        return served_weights(policy.weights(), engine.info.dtype, engine.info.quantize == "fp8_head"), None
     return policy.weights(), engine.info.dtype
 
 

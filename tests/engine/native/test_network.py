@@ -80,7 +80,7 @@ def test_products_in_8_bits_give_nearly_the_same_hidden_states(name: str) -> Non
     spec = replace(SPECS[name], hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, rotary=0)
     model = small_decoder(spec)
     exact, ops = fused(model, torch.float64), make_operations(spec, spec.max_length, CPU, torch.bfloat16)
-    network = FusedDecoder(spec, ops, CPU, torch.bfloat16, quantized=True)
+    network = FusedDecoder(spec, ops, CPU, torch.bfloat16, quantize="fp8")
     copy_weights(network.canonical(), model.weights())
     tokens = torch.tensor([5, 3, 60, 1, 1, 2, 17, 40, 8, 11])
     chunk, positions = Chunk(tokens.tolist(), 0, len(tokens), [0, 1]), torch.arange(len(tokens))
@@ -101,7 +101,7 @@ def test_products_in_8_bits_give_nearly_the_same_hidden_states(name: str) -> Non
 def test_no_value_exceeds_the_largest_number_of_its_constant_scale(name: str) -> None:
     spec = replace(SPECS[name], hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, rotary=0)
     ops = make_operations(spec, spec.max_length, CPU, torch.bfloat16)
-    network = FusedDecoder(spec, ops, CPU, torch.bfloat16, quantized=True)
+    network = FusedDecoder(spec, ops, CPU, torch.bfloat16, quantize="fp8")
     copy_weights(network.canonical(), small_decoder(spec).weights())
     network.weights_changed()
     tokens = torch.arange(2 * BLOCK_SIZE) % 7

@@ -152,6 +152,7 @@ class SmallModel:
         pointers = [[w.data_ptr() if isinstance(w, Tensor) else 0 for w in layer] for layer in layers]
         self.layers = np.array(pointers)
         sizes = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.intermediate, spec.vocab_size)
+        assert isinstance(network.head, Tensor)
         shared = (w.data_ptr() for w in (network.embedding, network.norm, network.head, rotations))
         self.model = np.array([*sizes, *shared, self.layers.ctypes.data])
 

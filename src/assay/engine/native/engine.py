@@ -54,8 +54,8 @@ class NativeEngine(LocalEngine):
         ops = make_operations(spec, max_length, self.device, dtype)
         kv_dtype = torch.float8_e4m3fn if opts.kv_cache_dtype == "fp8" else dtype
         for setting in ["quantize"] * bool(opts.quantize) + ["kv_cache_dtype"] * (kv_dtype != dtype):
-            check_device(f"engine.{setting} = 'fp8'", self.device, dtype, shard is not None)
-        self.network = FusedDecoder(spec, ops, self.device, dtype, shard, quantized=bool(opts.quantize))
+            check_device(f"engine.{setting} = '{getattr(opts, setting)}'", self.device, dtype, shard is not None)
+        self.network = FusedDecoder(spec, ops, self.device, dtype, shard, opts.quantize)
         total = cache_blocks(spec, max_batch, max_length, self.device, kv_dtype, opts.kv_cache_gib)
         if self.group is not None:
             (total,) = min_over_ranks([total], self.group)

@@ -25,14 +25,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from assay.models.decoder import GATES, embedding_scale, rms_norm
-from assay.models.fp8 import LARGEST, LEAST, SCALES, Fp8Matrix, Quantized, Scaled, as_bytes, quantize, to_fp8
+from assay.models.fp8 import (
+    EMBEDDING,
+    HEAD,
+    LARGEST,
+    LEAST,
+    Fp8Head,
+    Fp8Matrix,
+    Quantized,
+    Scaled,
+    as_bytes,
+    named,
+    quantize,
+    to_fp8,
+)
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from assay.engine.native.kernels.few_rows import FewRows
 
-Matrix = Tensor | Fp8Matrix
+Matrix = Tensor | Fp8Matrix | Fp8Head
 QKNorms = tuple[Tensor, Tensor] | None  # weights of the norms of queries and of keys
 SMALL_MATRIX = 2**18  # elements that fit into the cache of one core
 # (a layer's cache [2, K, blocks, block size, d], queries [N, H, d], window, scale) -> [N, H, d]
@@ -349,29 +362,37 @@ class FusedDecoder:
         device: torch.device,
         dtype: torch.dtype,
         shard: TPShard | None = None,
-        quantized: bool = False,
+        quantize: str = "",
     ) -> None:
-        """With `shard`, `spec` has the heads and MLP of this rank, and the whole vocabulary."""
+        """With `shard`, `spec` has the heads and MLP of this rank, and the whole vocabulary. `quantize`: see
+        `EngineOptions`.
+        """
         self.spec, self.ops, self.shard = spec, ops, shard
         tokens = spec.vocab_size if self.shard is None else self.shard.tokens
         self.embedding = new_weight(tokens, spec.hidden, device=device, dtype=dtype)
-        self.head = self.embedding if spec.tied else torch.zeros_like(self.embedding)
+        self.head: Tensor | Fp8Head = self.embedding
+        if quantize == "fp8_head":
+            self.head = Fp8Head(tokens, spec.hidden, device)
+        elif not spec.tied:
+            self.head = torch.zeros_like(self.embedding)
         self.norm = torch.zeros(spec.hidden, device=device, dtype=dtype)
         self.scale = embedding_scale(spec, dtype) if spec.design.scaled_embedding else None
-        layer = Fp8Layer if quantized else FusedLayer
+        layer = Fp8Layer if quantize else FusedLayer
         self.layers = [layer(spec, index, device, dtype, shard) for index in range(spec.layers)]
 
     def canonical(self) -> dict[str, Matrix]:
         """Every weight once, under its Hugging Face name, as a view of the served weights."""
-        names: dict[str, Matrix] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        names: dict[str, Matrix] = {EMBEDDING: self.embedding, "model.norm.weight": self.norm}
         if not self.spec.tied:
-            names["lm_head.weight"] = self.head
+            names[HEAD] = self.head
         for layer in self.layers:
             names |= layer.canonical()
         return names
 
     def weights_changed(self) -> None:
         """To be called after the weights were copied."""
+        if self.spec.tied and isinstance(self.head, Fp8Head):
+            self.head.copy_(self.embedding)
         for layer in self.layers:
             if isinstance(layer, Fp8Layer):
                 layer.weights_changed()
@@ -380,12 +401,12 @@ class FusedDecoder:
         """Every full weight, one at a time, quantized ones with their scales. All ranks of a group must iterate
         together.
         """
-        for name, weight in self.canonical().items():
-            if isinstance(weight, Fp8Matrix):
-                yield name, weight.codes
-                yield name + SCALES, weight.scales
-                continue
-            yield name, weight if self.shard is None else self.shard.full(name, weight)
+        served = self.canonical() | ({HEAD: self.head} if isinstance(self.head, Fp8Head) else {})
+        for name, weight in served.items():
+            if isinstance(weight, Tensor):
+                yield name, weight if self.shard is None else self.shard.full(name, weight)
+            else:
+                yield from named(name, weight.codes, weight.scales)
 
     def forward(
         self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend, few: FewRows | None = None
@@ -420,6 +441,8 @@ class FusedDecoder:
         return x if self.scale is None else x.mul_(self.scale)
 
     def unembed(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.head, Fp8Head):
+            return self.head.logits(cast(Fp8Operations, self.ops).quantized_norm(hidden, None, None))
         logits = F.linear(hidden, self.head)
         return logits if self.shard is None else self.shard.gather(logits, 1, self.spec.vocab_size)
 
