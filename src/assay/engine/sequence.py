@@ -97,6 +97,7 @@ class Sample:
     index: int  # within its request
     drawn: list[int] = field(default_factory=list)  # tokens sampled before preemptions
     blocks: list[int] = field(default_factory=list)
+    shared_blocks: int = 0  # number of leading blocks that other sequences may use, or find in the prefix index
     blocks_in_table: int = 0  # number of blocks in the block table of its row
     row: int = -1  # -1: not running
     entered: int = 0  # step of its first token since it last entered
