@@ -38,6 +38,7 @@ from native_parts import (
 from torch import Tensor
 
 from assay.engine import NativeEngine, Request, SamplingParams, completions, generate, make_engine
+from assay.engine.base import gc_paused
 from assay.engine.sequence import BLOCK_SIZE
 from assay.types import Completion, Finish, UserError
 
@@ -343,3 +344,13 @@ def test_results_do_not_depend_on_the_steps_after_which_they_are_converted(monke
     assert found[0] == found[1] == found[2]
     drawn = [completion for group in found[0] for completion in group if completion.finish == Finish.LENGTH]
     assert any(len(one.token_ids) == 40 and one.engine_logprobs != one.sampling_logprobs for one in drawn)
+
+
+def test_lists_of_results_are_not_left_to_the_next_garbage_collection() -> None:
+    """It would examine each of their numbers, after the last step."""
+    engine = engine_for(model_of("qwen3"), MODES["windows"])
+    with gc_paused():
+        (group,) = generate(engine, [Request([1, 2], SamplingParams(n=5, max_new_tokens=12), seed=0)])
+        young = {id(found) for found in gc.get_objects(generation=0)}
+    lists = [one for c in group for one in (c.token_ids, c.engine_logprobs, c.sampling_logprobs)]
+    assert len(lists) == 15 and young.isdisjoint(map(id, lists))
