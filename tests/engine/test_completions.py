@@ -131,10 +131,14 @@ def look_at(running: list[Sample], first: int, steps: int) -> StepOutput:
 
 
 def assert_reads(history: History, samples: list[Sample], told: dict[Sample, list[int]]) -> None:
-    count = len(told[samples[0]])
-    tokens, scores = history.read(samples, count)
-    assert tokens.tolist() == [told[sample] for sample in samples]
-    assert [history.read([sample], count)[0][0].tolist() for sample in samples] == tokens.tolist()
+    """Read their tokens together, from the step on in which the last of them entered."""
+    first = max(sample.entered for sample in samples)
+    expected = [told[sample][first - sample.entered :] for sample in samples]
+    count = len(expected[0])
+    tokens, scores = history.read(samples, first, count)
+    assert tokens.tolist() == expected
+    for sample in samples:
+        assert history.read([sample], sample.entered, len(told[sample]))[0].tolist() == [told[sample]]
     assert scores.shape == (4, len(samples), count)
     for kind in range(4):
         assert np.array_equal(scores[kind], tokens + 0.125 * kind)
@@ -167,8 +171,8 @@ def test_history_follows_sequences_that_change_rows(window: int, late: int) -> N
         if leaving:
             while looks:
                 history.write(looks.pop(0), running)
-            for sample in leaving:
-                assert_reads(history, [sample], told)
+            for samples in (leaving, running):
+                assert_reads(history, samples, told)
             close_gaps(running, leaving, step)
     assert step > first + 3 * HISTORY_STEPS and named > 20
 

@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from assay.engine.base import (
@@ -72,7 +73,7 @@ class Submitted:
 
     @property
     def finished(self) -> bool:
-        return all(future.done() for future in reversed(self.futures))  # mostly, the last one finishes last
+        return self.futures[-1].done() and all(future.done() for future in self.futures)
 
     def add_chunk(self, chunk: TokenChunk) -> None:
         self.tokens[chunk.sample] += len(chunk.token_ids)
@@ -89,6 +90,7 @@ class EngineClient(ABC):
     def __init__(self, after_step: Callable[[], None] = lambda: None) -> None:
         """`after_step`: called whenever there may be new tokens or completions."""
         self.after_step = after_step
+        self.on_completion: Callable[[Completion], object] = lambda _: None  # called with each completion
         self._submitted: dict[int, Submitted] = {}  # unfinished requests, by id
 
     @property
@@ -153,6 +155,17 @@ class EngineClient(ABC):
         await asyncio.get_running_loop().create_future()
 
 
+class SampleFuture(asyncio.Future[Completion]):
+    """Calls `on_cancel` soon after it is cancelled. A callback of each future would also be called for completions."""
+
+    on_cancel: Callable[[SampleFuture], None]
+
+    def cancel(self, msg: Any = None) -> bool:
+        if not self.done():
+            self.get_loop().call_soon(self.on_cancel, self)
+        return super().cancel(msg)
+
+
 class LocalClient(EngineClient):
     """The only consumer of an engine in this process, which it steps."""
 
@@ -173,10 +186,13 @@ class LocalClient(EngineClient):
         return self.engine.info
 
     def submit(self, request: Request, receive: ReceiveChunk | None = None) -> list[asyncio.Future[Completion]]:
-        futures, request_id = new_futures(request), self.engine.add(request)
+        loop, request_id = asyncio.get_running_loop(), self.engine.add(request)
+        on_cancel = partial(self._abort_cancelled, request_id)
+        futures: list[asyncio.Future[Completion]] = []
+        for _ in range(max(request.params.n, 1)):
+            futures.append(future := SampleFuture(loop=loop))
+            future.on_cancel = on_cancel
         self._submitted[request_id] = Submitted(request, list(futures), receive)
-        for sample, future in enumerate(futures):
-            future.add_done_callback(partial(self._abort_cancelled, request_id, sample))
         self._wake_driver()
         return futures
 
@@ -308,7 +324,7 @@ class LocalClient(EngineClient):
             else:
                 self._fail(event.request_id, RequestError({event.request_id: event.error}))
         self._cancelled.clear()
-        for event in sorted(finished, key=lambda event: (event.request_id, event.sample)):
+        for event in sorted(finished, key=attrgetter("request_id", "sample")):
             self._finish(event)
         return foreign
 
@@ -324,6 +340,7 @@ class LocalClient(EngineClient):
             self._kept.discard(submitted.request.continues)
         self._settle(future)
         future.set_result(event.completion)
+        self.on_completion(event.completion)
         if submitted.finished:
             del self._submitted[event.request_id]
 
@@ -354,12 +371,12 @@ class LocalClient(EngineClient):
             self._awaited.discard(future)
             self._busy += 1
 
-    def _abort_cancelled(self, request_id: int, sample: int, future: asyncio.Future[Completion]) -> None:
+    def _abort_cancelled(self, request_id: int, future: asyncio.Future[Completion]) -> None:
         submitted = self._submitted.get(request_id)
-        if submitted is None or not future.cancelled():
+        if submitted is None:
             return
         self._cancelled.add(request_id)
-        self.engine.abort([request_id if submitted.finished else (request_id, sample)])
+        self.engine.abort([request_id if submitted.finished else (request_id, submitted.futures.index(future))])
         if submitted.finished:
             del self._submitted[request_id]
             self.release([submitted.request.continues])
@@ -372,9 +389,10 @@ class SentRequest(Submitted):
     def __init__(
         self, client: ServerClient, request_id: int, request: Request, receive: ReceiveChunk | None = None
     ) -> None:
-        super().__init__(request, new_futures(request), receive)
-        self.client, self.id = client, request_id
         self.loop = asyncio.get_running_loop()  # of the client
+        futures: list[asyncio.Future[Completion]] = [self.loop.create_future() for _ in range(max(request.params.n, 1))]
+        super().__init__(request, futures, receive)
+        self.client, self.id = client, request_id
         self.tasks: dict[int, asyncio.Task[None]] = {}  # of the engine's event loop, by sample
 
     @property
@@ -538,17 +556,14 @@ class ServerClient(EngineClient):
     def _on_end(self, sent: SentRequest, future: asyncio.Future[Completion]) -> None:
         if future.cancelled() or future.exception() is not None:
             self.engine.loop.post(sent.cancel_unneeded)
+        else:
+            self.on_completion(future.result())
         if sent.finished:
             self._forget(sent)
 
     def _forget(self, sent: SentRequest) -> None:
         self._submitted.pop(sent.id, None)
         self.engine.sent.discard(sent)
-
-
-def new_futures(request: Request) -> list[asyncio.Future[Completion]]:
-    loop = asyncio.get_running_loop()
-    return [loop.create_future() for _ in range(max(request.params.n, 1))]
 
 
 def connect(
@@ -667,19 +682,19 @@ def generate(
     client = connect(engine)
 
     async def serve() -> list[list[Completion]]:
+        client.on_completion = counter.add
         submitted = [client.submit(request) for request in requests]
-        for future in (future for futures in submitted for future in futures):
-            future.add_done_callback(counter.add_future)
-        results = await asyncio.gather(*(asyncio.gather(*futures) for futures in submitted), return_exceptions=True)
+        results, errors = list[list[Completion]](), dict[int, str]()
+        for index, futures in enumerate(submitted):
+            try:
+                results.append([await future for future in futures])  # `gather` would need a callback for each
+            except RequestError as error:
+                errors[index] = str(error)
         counter.show()
-        failed = {index: result for index, result in enumerate(results) if isinstance(result, BaseException)}
-        for error in failed.values():
-            if not isinstance(error, RequestError):
-                raise error
-        if failed:
-            raise RequestError({index: str(error) for index, error in failed.items()})
+        if errors:
+            raise RequestError(errors)
         client.disown()
-        return [list(result) for result in results if not isinstance(result, BaseException)]
+        return results
 
     def sample() -> list[list[Completion]]:
         with client.showing(counter), counter.watching(engine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -20,6 +20,8 @@ MARGIN = 4  # extra tokens before the tail: decoding may treat the first ones di
 BROKEN = "\ufffd"  # what a part of a character decodes to
 TABLES = 64  # sets of stop strings with a cached table of one byte per token of the vocabulary
 HISTORY_STEPS = 256  # initial capacity of `History`
+STATES = tuple(RowState)  # an index is faster than a call of the enumeration
+CONVERT_STEPS = 16  # steps between two conversions of sampled tokens and scores to lists
 
 Span = tuple[int, int]  # (version, number of consecutive tokens that it sampled)
 
@@ -171,22 +173,22 @@ class History:
         self.tokens[:rows, columns] = output.tokens.numpy().T
         self.scores[:, :rows, columns] = output.scores.numpy().swapaxes(1, 2)
 
-    def read(self, samples: Sequence[Sample], count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [samples, count] and scores [4, samples, count] of samples that last entered in the same step."""
-        start = samples[0].entered - self.first
+    def read(self, samples: Sequence[Sample], first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [samples, count] and scores [4, samples, count] of steps from `first` on, in which all are running."""
+        start = first - self.first
         stop = start + count
-        if all(len(sample.spans) == 1 for sample in samples):
-            rows = [sample.spans[0][0] for sample in samples]
-            if len(rows) == 1:
-                return self.tokens[rows[0], None, start:stop], self.scores[:, rows[0], None, start:stop]
-            if rows == list(range(rows[0], rows[0] + len(rows))):  # without a copy
-                held = slice(rows[0], rows[0] + len(rows))
-                return self.tokens[held, start:stop], self.scores[:, held, start:stop]
-            return self.tokens[rows, start:stop], self.scores[:, rows, start:stop]
-        steps = np.arange(start, stop)
-        rows_by_step = [rows_of(sample, count) for sample in samples]
-        tokens = np.stack([self.tokens[rows, steps] for rows in rows_by_step])
-        return tokens, np.stack([self.scores[:, rows, steps] for rows in rows_by_step], axis=1)
+        rows = [sample.spans[-1][0] for sample in samples]
+        moved = [index for index, sample in enumerate(samples) if sample.spans[-1][1] > first]
+        if moved:
+            rows_by_step = np.repeat(np.array(rows)[:, None], count, axis=1)
+            for index in moved:
+                rows_by_step[index] = rows_of(samples[index], first, count)
+            steps = np.arange(start, stop)
+            return self.tokens[rows_by_step, steps], np.ascontiguousarray(self.scores[:, rows_by_step, steps])
+        if rows == list(range(rows[0], rows[0] + len(rows))):  # without a copy
+            held = slice(rows[0], rows[0] + len(rows))
+            return self.tokens[held, start:stop], self.scores[:, held, start:stop]
+        return self.tokens[rows, start:stop], self.scores[:, rows, start:stop]
 
     def _reallocate(self, first: int, steps: int, running: Sequence[Sample]) -> None:
         """Drop steps before the oldest running sample; double the capacity unless half of it is free then."""
@@ -202,11 +204,11 @@ class History:
         self.first = oldest
 
 
-def rows_of(sample: Sample, count: int) -> np.ndarray:
-    """The row in which each token of a sample was sampled."""
+def rows_of(sample: Sample, first: int, count: int) -> np.ndarray:
+    """The row of a sample in each step from `first` on."""
     rows = np.empty(count, dtype=np.int64)
-    for row, first in sample.spans:
-        rows[max(first - sample.entered, 0) :] = row
+    for row, start in sample.spans:
+        rows[max(start - first, 0) :] = row
     return rows
 
 
@@ -241,6 +243,7 @@ class OutputProcessor:
         """Prepare for requests whose first step is `step`. No sample may be running."""
         self.history = History(self.rows, self.float_type)
         self.history.first = step
+        self.unconverted = 0  # steps since the last conversion
         self.versions.start(step)
         self.hash = hashlib.blake2b(digest_size=7) if self.digests else None  # 56 bits fit an int64
 
@@ -304,26 +307,33 @@ class OutputProcessor:
         self.sampled += output.tokens.numel()
         counts, states = output.after.numpy()
         ended: Ended = {}
-        for row in np.flatnonzero(states != RowState.RUNNING):
+        rows = np.flatnonzero(states != RowState.RUNNING)
+        for row, count, state in zip(rows.tolist(), counts[rows].tolist(), states[rows].tolist(), strict=True):
             if not output.samples[row].done:
-                ended[output.samples[row]] = int(counts[row]), RowState(int(states[row]))
+                ended[output.samples[row]] = count, STATES[state]
         if self.stop_jobs:
             self._find_stop_strings(output, counts, states, ended)
         if self.stream_jobs:
             self._stream(output, counts, states, ended)
         self._finish(ended)
+        self.unconverted += len(output.tokens)
+        if self.unconverted >= CONVERT_STEPS:  # while a GPU takes the next steps, not all at once at the end
+            pairs = zip(output.samples, counts.tolist(), strict=True)
+            self._convert({sample: count for sample, count in pairs if not sample.done})
+            self.unconverted = 0
         return [(sample, state) for sample, (_, state) in ended.items()]
 
     def pause(self, sample: Sample, count: int) -> None:
         """Before a preemption: store the tokens that a sample, which has `count` tokens, got since it entered."""
         new = count - len(sample.drawn)
-        _, scores = self.history.read([sample], new)
-        sample.scores.append(scores[:, 0].copy())
-        sample.versions += self.versions.spans(sample.entered, new)
-        sample.drawn = self._sampled(sample, count).tolist()
+        _, scores = self.history.read([sample], sample.entered, new)
+        sample.scores = [*sample.scores, scores[2:, 0].copy()]
+        sample.versions = [*sample.versions, *self.versions.spans(sample.entered, new)]
+        self._convert({sample: count})
+        sample.drawn = list(sample.token_ids)
 
     def _sampled(self, sample: Sample, count: int) -> np.ndarray:
-        (new,), _ = self.history.read([sample], count - len(sample.drawn))
+        (new,), _ = self.history.read([sample], sample.entered, count - len(sample.drawn))
         return np.concatenate((sample.drawn, new), dtype=np.int32) if sample.drawn else new
 
     def _find_stop_strings(self, output: StepOutput, counts: np.ndarray, states: np.ndarray, ended: Ended) -> None:
@@ -354,8 +364,25 @@ class OutputProcessor:
                 if new > 0:
                     self.events.append(TokenChunk(sample.job.id, sample.index, tokens[row][:new], logprobs[row][:new]))
 
-    def _finish(self, ended: Ended) -> None:
+    def _convert(self, counts: Mapping[Sample, int]) -> None:
+        """Extend the lists of samples up to these numbers of tokens."""
         batches: dict[tuple[int, int], list[Sample]] = defaultdict(list)  # samples that are read together
+        for sample, count in counts.items():
+            done = len(sample.token_ids)
+            batches[sample.entered + done - len(sample.drawn), count - done].append(sample)
+        for (first, new), samples in batches.items():
+            tokens, scores = self.history.read(samples, first, new)
+            engine_logprobs = scores[0].tolist()
+            same = np.array_equal(scores[0], scores[1])  # no truncation
+            sampling_logprobs = engine_logprobs if same else scores[1].tolist()
+            rows = zip(samples, tokens.tolist(), engine_logprobs, sampling_logprobs, strict=True)
+            for sample, ids, engine, sampling in rows:
+                sample.token_ids += ids
+                sample.engine_logprobs += engine
+                sample.sampling_logprobs += sampling
+
+    def _finish(self, ended: Ended) -> None:
+        batches: dict[tuple[int, int], list[Sample]] = defaultdict(list)
         for sample, (count, state) in ended.items():
             sample.done = True
             if state == RowState.BROKEN:
@@ -364,25 +391,22 @@ class OutputProcessor:
                     self.remove(sample.job)
             else:
                 batches[sample.entered, count - len(sample.drawn)].append(sample)
+        self._convert({sample: count for sample, (count, state) in ended.items() if state != RowState.BROKEN})
         for (entered, new), samples in batches.items():
-            tokens, scores = self.history.read(samples, new)
+            _, scores = self.history.read(samples, entered, new)
             means = scores[2:].mean(-1, dtype=np.float64)  # in float64, to be independent of the batch
-            engine_logprobs = scores[0].tolist()
-            same = np.array_equal(scores[0], scores[1])  # no truncation; copying a list is cheaper than `tolist`
-            sampling_logprobs = [list(row) for row in engine_logprobs] if same else scores[1].tolist()
             spans = self.versions.spans(entered, new)
-            rows = zip(samples, tokens.tolist(), engine_logprobs, sampling_logprobs, means.T.tolist(), strict=True)
-            for sample, ids, engine, sampling, (mass, entropy) in rows:
+            for sample, (mass, entropy) in zip(samples, means.T.tolist(), strict=True):
                 finish = Finish.STOP if ended[sample][1] == RowState.STOP else Finish.LENGTH
-                completion = Completion(ids, engine, sampling, finish, spans[0][0], mass, entropy)
-                self._emit(sample, completion, spans)
+                lists = sample.token_ids, sample.engine_logprobs, sample.sampling_logprobs
+                self._emit(sample, Completion(*lists, finish, spans[0][0], mass, entropy), spans)
 
     def _emit(self, sample: Sample, completion: Completion, spans: list[tuple[int, int]]) -> None:
         job = sample.job
         if job.id not in self.jobs:
             return  # another sample of the request has failed
         if sample.drawn:
-            prepend_earlier(completion, sample)
+            include_earlier(completion, sample)
         if sample.versions or len(spans) > 1:
             joined = merged([*sample.versions, *spans])
             completion.version, completion.version_spans = joined[0][0], joined if len(joined) > 1 else ()
@@ -409,14 +433,11 @@ def tokens_before(sample: Sample, output: StepOutput) -> int:
     return len(sample.drawn) + output.first - sample.entered
 
 
-def prepend_earlier(completion: Completion, sample: Sample) -> None:
-    """Prepend the tokens that were sampled before preemptions."""
+def include_earlier(completion: Completion, sample: Sample) -> None:
+    """Include the tokens that were sampled before preemptions in the means."""
     scores = np.concatenate(sample.scores, axis=1)
-    before, new = scores.shape[1], len(completion.token_ids)
-    completion.token_ids = [*sample.drawn, *completion.token_ids]
-    completion.engine_logprobs = [*scores[0].tolist(), *completion.engine_logprobs]
-    completion.sampling_logprobs = [*scores[1].tolist(), *completion.sampling_logprobs]
-    mass, entropy = scores[2:].mean(-1, dtype=np.float64).tolist()
+    before, new = len(sample.drawn), len(completion.token_ids) - len(sample.drawn)
+    mass, entropy = scores.mean(-1, dtype=np.float64).tolist()
     assert completion.kept_mass is not None and completion.entropy is not None
     completion.kept_mass = (mass * before + completion.kept_mass * new) / (before + new)
     completion.entropy = (entropy * before + completion.entropy * new) / (before + new)

@@ -483,23 +483,26 @@ class Rows:
     def enter(self, samples: Sequence[Sample]) -> None:
         """Fill the rows of samples that enter; these rows are consecutive."""
         rows = slice(samples[0].row, samples[0].row + len(samples))
-        common = {key: row_of(job) for key, job in {id(sample.job): sample.job for sample in samples}.items()}
-        ints = np.array([common[id(sample.job)] for sample in samples], dtype=np.int64)
-        seeds = torch.tensor([signed(sample.job.request.seed) for sample in samples])
+        by_id = {id(sample.job): sample.job for sample in samples}
+        indices, jobs = {key: index for index, key in enumerate(by_id)}, list(by_id.values())
+        of_job = np.array([indices[id(sample.job)] for sample in samples])
+        ints = np.array([row_of(job) for job in jobs], dtype=np.int64)[of_job]
+        seeds = torch.tensor([signed(job.request.seed) for job in jobs])[of_job]
         ints[:, Column.KEY] = noise_keys(seeds, torch.tensor([sample.index for sample in samples])).numpy()
         for index, sample in enumerate(samples):
             if sample.drawn:  # it continues after a preemption
                 ints[index, [Column.TOKEN, Column.COUNT]] = sample.drawn[-1], len(sample.drawn)
                 ints[index, [Column.POSITION, Column.STORED]] = sample.start - 1, sample.start
         self.ints[rows] = self.upload(ints)
-        self.prompt_lengths[rows] = [len(sample.job.tokens) for sample in samples]
-        self.start_offsets[rows] = [sample.start - sample.entered for sample in samples]
-        params = [sample.job.request.params for sample in samples]
+        self.prompt_lengths[rows] = np.array([len(job.tokens) for job in jobs])[of_job]
+        drawn = [len(sample.drawn) - sample.entered for sample in samples]
+        self.start_offsets[rows] = self.prompt_lengths[rows] + drawn
+        params = [job.request.params for job in jobs]
         floats = [(p.temperature, p.top_p, p.min_p, 0.0) for p in params]
-        self.floats[rows] = self.upload(np.array(floats, dtype=self.float_type))
+        self.floats[rows] = self.upload(np.array(floats, dtype=self.float_type)[of_job])
         if any(p.forbidden_token_ids for p in params):
             forbidden = [padded(sorted(set(p.forbidden_token_ids)), FORBIDDEN_SLOTS) for p in params]
-            self.forbidden[rows] = self.upload(np.array(forbidden, dtype=np.int64))
+            self.forbidden[rows] = self.upload(np.array(forbidden, dtype=np.int64)[of_job])
 
     def update_modes(self, running: Sequence[Sample]) -> None:
         """Must be called after rows were added or removed."""

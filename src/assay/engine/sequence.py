@@ -95,18 +95,23 @@ class Sample:
 
     job: Job
     index: int  # within its request
-    drawn: list[int] = field(default_factory=list)  # tokens sampled before preemptions
+    drawn: Sequence[int] = ()  # tokens sampled before preemptions
     blocks: list[int] = field(default_factory=list)
+    shared_blocks: int = 0  # number of leading blocks that other sequences may use, or find in the prefix index
     blocks_in_table: int = 0  # number of blocks in the block table of its row
     row: int = -1  # -1: not running
     entered: int = 0  # step of its first token since it last entered
     last_step: int = 0  # `end` and
     blocks_exhausted_at: int = 0  # `exhausts_blocks_at`, cached when it enters or gets blocks
     spans: list[tuple[int, int]] = field(default_factory=list)  # (row, first step in it) since it last entered
-    scores: list[np.ndarray] = field(default_factory=list)  # of `drawn`: [4, tokens] per period between preemptions
-    versions: list[tuple[int, int]] = field(default_factory=list)  # of `drawn`: (weights version, number of tokens)
+    scores: Sequence[np.ndarray] = ()  # of `drawn`: kept mass and entropy [2, tokens] per period between preemptions
+    versions: Sequence[tuple[int, int]] = ()  # of `drawn`: (weights version, number of tokens)
     mixed: bool = False  # its KV cache comes from several weights versions
     done: bool = False  # finished or aborted
+    # Of all tokens that are converted so far: for its completion.
+    token_ids: list[int] = field(default_factory=list)
+    engine_logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
 
     @property
     def start(self) -> int:

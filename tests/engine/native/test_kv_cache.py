@@ -84,6 +84,25 @@ def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     assert blocks.find_prefix(A + B) == old[:1] and blocks.find_prefix(C) == []
 
 
+def test_several_references_at_once_and_blocks_without_others_are_counted_as_one_by_one() -> None:
+    both = Blocks(6, 4), Blocks(6, 4)
+    for blocks, counts in zip(both, ([3], [1, 1, 1]), strict=True):
+        prefix, own = computed(blocks, A + B), blocks.allocate(2)
+        for count in counts:
+            blocks.share(prefix, count)
+        if counts == [3]:
+            blocks.release_unshared(own)
+        else:
+            blocks.release(own)
+        for count in counts:
+            blocks.release(prefix, count)
+        assert blocks.in_use == 2
+        blocks.release(prefix)
+    assert vars(both[0]) == vars(both[1]) and both[0].in_use == 0
+    with pytest.raises(AssertionError, match="released twice"):
+        both[0].release(prefix, 2)
+
+
 def test_invalid_and_cleared_blocks_are_not_found_and_can_be_allocated() -> None:
     blocks = Blocks(3, 4)
     shared = computed(blocks, A + B)

@@ -37,11 +37,13 @@ from native_parts import (
 )
 from torch import Tensor
 
-from assay.engine import NativeEngine, Request, SamplingParams, generate, make_engine
+from assay.engine import NativeEngine, Request, SamplingParams, completions, generate, make_engine
+from assay.engine.base import gc_paused
 from assay.engine.sequence import BLOCK_SIZE
 from assay.types import Completion, Finish, UserError
 
 STOPS = (3, 5, 7, 11)
+TRUNCATED = SamplingParams(n=3, top_k=4, max_new_tokens=40)
 GREEDY = SamplingParams(n=2, temperature=0.0, max_new_tokens=40, stop_token_ids=STOPS)
 
 
@@ -329,3 +331,26 @@ def test_logits_are_freed_after_each_step(monkeypatch: pytest.MonkeyPatch) -> No
     params = SamplingParams(n=4, top_p=0.9, max_new_tokens=5, forbidden_token_ids=(1,))
     generate(engine, requests_for(random_prompts(3, vocabulary, seed=1), params))
     assert len(tables) == engine.stats.decode_steps > 5 and not any(tables)
+
+
+def test_results_do_not_depend_on_the_steps_after_which_they_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for steps in (1, 16, 10_000):
+        monkeypatch.setattr(completions, "CONVERT_STEPS", steps)
+        engine = engine_for(model_of("qwen3"), MODES["all at once"])
+        requests = [*mixed_requests(GREEDY), *mixed_requests(TRUNCATED)]
+        found.append(generate(engine, requests))
+        assert engine.stats.preemptions > 0
+    assert found[0] == found[1] == found[2]
+    drawn = [completion for group in found[0] for completion in group if completion.finish == Finish.LENGTH]
+    assert any(len(one.token_ids) == 40 and one.engine_logprobs != one.sampling_logprobs for one in drawn)
+
+
+def test_lists_of_results_are_not_left_to_the_next_garbage_collection() -> None:
+    """It would examine each of their numbers, after the last step."""
+    engine = engine_for(model_of("qwen3"), MODES["windows"])
+    with gc_paused():
+        (group,) = generate(engine, [Request([1, 2], SamplingParams(n=5, max_new_tokens=12), seed=0)])
+        young = {id(found) for found in gc.get_objects(generation=0)}
+    lists = [one for c in group for one in (c.token_ids, c.engine_logprobs, c.sampling_logprobs)]
+    assert len(lists) == 15 and young.isdisjoint(map(id, lists))

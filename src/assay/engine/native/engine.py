@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -268,6 +269,9 @@ class NativeEngine(LocalEngine):
             self.runner.arrange(running)
             self.rows_changed = False
         self.runner.decode(len(running), steps, width * BLOCK_SIZE)
+        if self.runner.ahead and not self.in_flight and not gc.isenabled():
+            # While a GPU is busy: otherwise the lists of results are examined when they are full, after the last step.
+            gc.collect(0)
         self.in_flight.append(self.rows.read(list(running), scheduler.step, steps))
         scheduler.step += steps
         self.stats.decode_steps += steps

@@ -75,21 +75,21 @@ class Blocks:
         self.ref_counts[block] = 1
         return block
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block."""
+    def share(self, blocks: Iterable[int], count: int = 1) -> None:
+        """Add `count` references to each block."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self.evictable[block]
-            self.ref_counts[block] += 1
+            self.ref_counts[block] += count
 
-    def release(self, blocks: Sequence[int], *, unregister: bool = False) -> None:
-        """Drop a reference to each block.
+    def release(self, blocks: Sequence[int], count: int = 1, *, unregister: bool = False) -> None:
+        """Drop `count` references to each block.
 
         `unregister`: remove them from the prefix index, because their contents are invalid.
         """
         ref_counts, keys = self.ref_counts, self.keys
         for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
-            left = ref_counts[block] = ref_counts[block] - 1
+            left = ref_counts[block] = ref_counts[block] - count
             assert left >= 0, "a block was released twice"
             if unregister:
                 self._unregister(block)
@@ -97,6 +97,13 @@ class Blocks:
                 self.evictable[block] = None
             elif left == 0:
                 self.free.append(block)
+
+    def release_unshared(self, blocks: Sequence[int]) -> None:
+        """As `release`, for blocks with one reference that are not in the prefix index; faster."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] = 0
+        self.free.extend(reversed(blocks))
 
     def find_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Blocks of the longest cached prefix of these tokens, each with one more reference."""

@@ -14,6 +14,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -157,49 +158,43 @@ class Scheduler:
 
     def _enter(self, prefix: Prefix, plan: Plan, steps: int) -> bool:
         """Start samples of a computed prefix; returns whether all of them have started."""
-        while prefix.samples and len(self.running) < self.max_batch:
-            sample = prefix.samples[0]
+        first, tokens, blocks = len(self.running), prefix.tokens, prefix.blocks
+        shared = blocks[: len(tokens) // self.blocks.size]
+        growth = self._growth(prefix.samples[0], steps, have=len(blocks))  # the same for all, as are their lengths
+        enough = len(self.running) + len(prefix.samples) * (growth + 2) <= self.blocks.available  # for all of them
+        takes = False
+        while prefix.samples and len(self.running) < self.max_batch and not takes:
             # The last sample takes over the blocks of the prefix. Others share them, with a copy of the last block if
             # it is not full, because they will write to it.
-            takes = len(prefix.samples) == 1
-            copies = not takes and len(prefix.tokens) % self.blocks.size != 0
-            growth = self._growth(sample, steps, have=len(prefix.blocks))
-            if not self._can_spare(growth + copies, prefix):
-                if self.running or not self._can_spare(growth, prefix):
-                    return False
-                takes = True  # the cache is so small that one sequence fills it
-            prefix.samples.popleft()
-            sample.mixed = prefix.mixed
-            if takes:
-                sample.blocks = prefix.drop_blocks()
-            else:
-                self._share(prefix, sample, plan)
-            if growth:
-                sample.blocks = sample.blocks + self.blocks.allocate(growth)
-            self._start(sample, plan)
-            if takes:
+            copies = len(prefix.samples) > 1 and len(shared) < len(blocks)
+            fits = enough or self._can_spare(growth + copies, prefix)
+            if not fits and (self.running or not self._can_spare(growth, prefix)):
                 break
+            takes = len(prefix.samples) == 1 or not fits  # a cache that does not fit two is filled by one sequence
+            copies = copies and fits
+            sample = prefix.samples.popleft()
+            sample.mixed = prefix.mixed
+            sample.blocks, sample.shared_blocks = (blocks, len(blocks)) if takes else (shared, len(shared))
+            sample.blocks = sample.blocks + self.blocks.allocate(growth + copies)
+            if copies:
+                plan.copies.append((blocks[-1], sample.blocks[len(shared)]))
+            assign_slot(sample, self.running, self.step)
+        started = self.running[first:]
+        self.blocks.share(shared, len(started) - takes)
+        if takes:
+            prefix.drop_blocks()
+        if started:
+            ends = started[0].end, started[0].exhausts_blocks_at(self.blocks.size)
+            for sample in started:
+                sample.last_step, sample.blocks_exhausted_at = ends
+        self.pending -= len(started)
+        plan.entering += started
         return not prefix.samples
-
-    def _share(self, prefix: Prefix, sample: Sample, plan: Plan) -> None:
-        full = len(prefix.tokens) // self.blocks.size
-        sample.blocks = prefix.blocks[:full]
-        self.blocks.share(sample.blocks)
-        if full < len(prefix.blocks):
-            (block,) = self.blocks.allocate(1)
-            plan.copies.append((prefix.blocks[full], block))
-            sample.blocks.append(block)
 
     def _can_spare(self, wanted: int, prefix: Prefix) -> bool:
         """Whether this number of blocks can be allocated and one is left per running sample, to avoid preemptions."""
         wanted += len(self.running)
         return wanted <= self.blocks.available or self._evict(wanted, sparing=prefix)
-
-    def _start(self, sample: Sample, plan: Plan) -> None:
-        assign_slot(sample, self.running, self.step)
-        sample.last_step, sample.blocks_exhausted_at = sample.end, sample.exhausts_blocks_at(self.blocks.size)
-        self.pending -= 1
-        plan.entering.append(sample)
 
     def _should_admit(self, steps: int) -> bool:
         """Whether enough rows are free, or have been idle for long enough, to interrupt decoding for an admission."""
@@ -247,9 +242,12 @@ class Scheduler:
 
     def release(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
         """Remove running samples; returns the row moves (from, to) that close the gaps."""
-        for sample in samples:
-            self.blocks.release(sample.blocks)
-            sample.blocks = []
+        for shared, group in groupby(samples, key=lambda sample: sample.blocks[: sample.shared_blocks]):
+            sharing = list(group)
+            for sample in sharing:
+                self.blocks.release_unshared(sample.blocks[sample.shared_blocks :])
+                sample.blocks = []
+            self.blocks.release(shared, len(sharing))
         return close_gaps(self.running, samples, self.step)
 
     def remove_waiting(self, samples: Sequence[Sample]) -> None:
