@@ -74,7 +74,7 @@ def test_rotated_products_equal_the_kernel_for_rotation(
     features = (heads + 2 * kv_heads) * size
     x, weight, bias, norm = random(rows, 896) * 3, random(features, 896) / 30, random(features), random(896)
     positions, slots = (torch.randperm(64, device="cuda")[:rows].contiguous() for _ in range(2))
-    slots[rows // 2] = -1
+    slots[1:2] = -1
     angles = torch.randn(64, size // 2, device="cuda")
     rotations = torch.cat((angles.cos(), angles.sin()), dim=1)
     kv, expected_kv = (torch.zeros(2, kv_heads, 9, 8, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -102,33 +102,29 @@ def test_results_are_repeatable_and_rows_independent() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *UNUSUAL_SPECS])
-@pytest.mark.parametrize("batch", [1, 5, 16])
-def test_tokens_and_scores_equal_those_of_the_other_kernels(
+@pytest.mark.parametrize("batch", [3, 16])
+def test_scores_are_as_exact_as_with_the_other_kernels(
     family: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Compared with float32."""
     spec = UNUSUAL_SPECS.get(family) or small_spec(family)
     model = small_decoder(replace(spec, head_dim=64, rotary=8 * spec.rotary, max_length=160), seed=3)
-    requests = [
-        Request([i, 7, 9], SamplingParams(n=1, temperature=0.0, max_new_tokens=60), seed=i) for i in range(batch)
-    ]
+    params = SamplingParams(n=1, temperature=1.0, max_new_tokens=60)
+    requests = [Request([i, 7, 9], params, seed=i) for i in range(batch)]
+    exact = make_engine("native", model, device="cuda", dtype=torch.float32, max_batch=batch)
 
-    def scores() -> tuple[bool, list[list[float]]]:
+    def error() -> tuple[bool, float]:
+        """Of log-probabilities, on average."""
         engine = make_engine("native", model, device="cuda", dtype=torch.bfloat16, max_batch=batch)
         assert isinstance(engine, NativeEngine) and isinstance(engine.runner, GraphRunner)
         completions = [group[0] for group in generate(engine, requests)]
         sequences = [[*request.prompt_ids, *c.token_ids] for request, c in zip(requests, completions, strict=True)]
-        prefilled = [row[2:] for row in engine.score(sequences)]
-        differences = [
-            abs(a - b)
-            for c, row in zip(completions, prefilled, strict=True)
-            for a, b in zip(c.engine_logprobs, row, strict=True)
-        ]
-        engine.close()
-        return engine.runner.few is not None, differences
+        found = [score for c in completions for score in c.engine_logprobs]
+        expected = [score for row in exact.score(sequences) for score in row[2:]]
+        return engine.runner.few is not None, float((torch.tensor(found) - torch.tensor(expected)).abs().mean())
 
-    used, ours = scores()
+    used, ours = error()
     monkeypatch.setattr(few_rows, "MAX_LAYER_BYTES", -1)
-    unused, others = scores()
+    unused, others = error()
     assert used and not unused
-    mean, mean_of_others = (sum(values) / len(values) for values in (ours, others))
-    assert mean < max(1.5 * mean_of_others, 2e-3)
+    assert ours < 1.3 * others
