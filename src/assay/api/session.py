@@ -150,7 +150,7 @@ class Session:
 
     @contextmanager
     def _lifetime(self) -> Iterator[None]:
-        from assay.build.run import carried_out, check_updates
+        from assay.build.run import carried_out
 
         training, console = self.training, self._console
         with self._held, console_warnings(console), carried_out(training, console, resume_call):
@@ -158,9 +158,6 @@ class Session:
             yield
             self.summary = training.finish()
             show_findings(self.summary, console)
-        training.mesh.close()
-        if self.summary:
-            check_updates(training)
 
     def _buffer(self) -> ReplayBuffer:
         """The replay buffer of the run, which checkpoints contain. It is created even if the settings do not use it."""

@@ -101,17 +101,14 @@ def sft(
 @python_errors()
 def _run(config: str | Path | None, **arguments: Any) -> SavedRun:
     training, console, held = open_training(config, **arguments)
-    from assay.build.run import carried_out, check_updates
+    from assay.build.run import carried_out
     from assay.models.device import release_memory
     from assay.training.loop import train as run_loop
 
     path, stopping = training.path, training.stopping
     try:
         with held, console_warnings(console), carried_out(training, console, resume_call):
-            summary = run_loop(training)
-        training.mesh.close()
-        if summary:
-            check_updates(training)
+            run_loop(training)
     except KeyboardInterrupt:
         # The program continues in a notebook, or if a callback requested the stop.
         if not (in_notebook() or stopping.by_program):

@@ -151,17 +151,12 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
 
 
 def run_training(training: TrainingRun, console: Console) -> int:
-    from assay.build.run import carried_out, check_updates
+    from assay.build.run import carried_out
     from assay.training.loop import train
 
-    path = training.path
     with carried_out(training, console, lambda run: resume_command(run.path)):
-        summary = train(training)
-    if summary:
-        show(summary, path, console)
-    training.mesh.close()
-    if summary:
-        check_updates(training)
+        if summary := train(training):
+            show(summary, training.path, console)
     return 0
 
 
