@@ -207,7 +207,8 @@ def make_run(folder: Path, name: str, speed: float, samples: int = 4, seconds: f
 
 
 def record(run: Run) -> None:
-    record_speed(run.path, RunFiles(run.path).metrics(), RunFiles(run.path).config())
+    files = RunFiles(run.path)
+    record_speed(files, files.read_metrics(), files.config())
 
 
 @pytest.fixture(autouse=True)

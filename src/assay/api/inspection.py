@@ -98,7 +98,7 @@ def examine_run(folder: Path) -> Findings:
     files = RunFiles(folder)
     causes, run = diagnose_files(files), Run(files.path)
     error = str(files.document("status.json").get("error") or "") if run.state == "failed" else ""
-    steps = max((row["step"] for row in files.metrics()), default=0)
+    steps = max((row["step"] for row in files.read_metrics()), default=0)
     return Findings(f"run {run.name} ({run.state}, {plural(steps, 'step')})", causes, error, files.problems)
 
 

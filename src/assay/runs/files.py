@@ -146,6 +146,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return json_object(content) or {}
 
 
+Stamp = tuple[int, int, int, int]  # size, times of the last changes of content and file, inode
+
+
+def as_stamp(found: os.stat_result) -> Stamp:
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    try:
+        return as_stamp(path.stat())
+    except (OSError, ValueError):
+        return None
+
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",

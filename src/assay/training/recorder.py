@@ -105,8 +105,9 @@ class Recorder:
     def diagnose(self, summary: Mapping[str, Any]) -> list[Diagnosis]:
         """What has kept the finished run from learning or harmed it. The overlap of splits was checked at the start."""
         rows = read_metrics(self.path)
-        causes = diagnose_files(RunFiles(self.path), rows, self.settings, summary, leakage=False)
-        record_speed(self.path, rows, self.settings)
+        files = RunFiles(self.path)
+        causes = diagnose_files(files, rows, self.settings, summary, leakage=False)
+        record_speed(files, rows, self.settings)
         return causes
 
     def log_warm_start(self, step: int, metrics: Mapping[str, float]) -> None:

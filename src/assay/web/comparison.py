@@ -58,7 +58,7 @@ class RunComparison:
 
     @cached_property
     def metrics(self) -> dict[str, Rows]:
-        return {name: RunFiles(run.path).metrics() for name, run in zip(self.names, self._runs, strict=True)}
+        return {name: RunFiles(run.path).read_metrics() for name, run in zip(self.names, self._runs, strict=True)}
 
     def results_table(self) -> Table:
         """The facts of the runs, one column per run."""

@@ -30,10 +30,11 @@ from typing import Any
 
 import numpy as np
 
-from assay.runs.files import JsonLine, json_lines, user_folder
+from assay.runs.directory import Refused, reason_of
+from assay.runs.files import JsonLine, json_lines, stamp_of, user_folder
 from assay.runs.rollouts import DAMAGE, SCHEMA, newer_schema
 from assay.types import Finish, Status, describe_error
-from assay.web.folder import Refused, RunFolder, finite_number, reason_of, stamp_of
+from assay.web.folder import RunFolder, finite_number
 
 VERSION = 3  # of the index; others are not read
 TRAIN = "train"  # name of the source of training rollouts; evaluations are named after their files
