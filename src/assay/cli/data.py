@@ -1,4 +1,4 @@
-"""`assay data`: write the problems of a task to files, print some, check gold answers and overlap of splits."""
+"""Prepare, show or check the problems of a task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from assay.tasks.base import ALL, ANSWER_FORMS, LazyPrompts, NoSuchSplit, is_gol
 from assay.tasks.sources import DEFAULT_VALIDATION, MANIFEST, jsonl_text, manifest_of, prepared_row
 from assay.types import Prompt, Status, UserError, plural
 
-HELP = "Prepare, show or check the problems of a task."
 PREPARABLE = ("gsm8k", "math", "countdown", "abacus", "code")
 GENERATED_TRAIN_SIZE = 10_000
 HELD_OUT = DEFAULT_VALIDATION

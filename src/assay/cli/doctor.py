@@ -1,4 +1,12 @@
-"""`assay doctor`: what keeps a run from learning or harms it, or what is wrong with a config."""
+"""Find out why a run does not learn, or what is wrong with a config before a run. Nothing is trained or changed.
+
+  assay doctor my_run
+  assay doctor configs/demo.toml --optim.lr 1e-5
+
+The exit code is 1 if errors or warnings were found, the run has failed, or one of its files cannot be read. It is 0 if
+there is nothing, or only notes.
+Options override the settings of a config.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +23,6 @@ from assay.runs.files import print_json
 from assay.types import UserError
 from assay.web.folder import find_folder
 
-HELP = """Find out why a run does not learn, or what is wrong with a config before a run. Nothing is trained or changed.
-
-  assay doctor my_run
-  assay doctor configs/demo.toml --optim.lr 1e-5
-
-The exit code is 1 if errors or warnings were found, the run has failed, or one of its files cannot be read. It is 0 if
-there is nothing, or only notes.
-Options override the settings of a config."""
 SETTINGS = TrainConfig
 UNLIMITED = 1_000_000
 

@@ -1,4 +1,10 @@
-"""`assay export`: write a model as a Hugging Face folder, a GGUF file or an adapter for PEFT, and upload it."""
+"""Write a checkpoint or another model as a Hugging Face folder with a model card, a GGUF file or a PEFT adapter.
+
+For example:
+  assay export run:demo@best my-model
+  assay export run:demo@best my-model --push my-user/my-model
+  assay export run:demo@best my-model.gguf --gguf q8_0
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,6 @@ from assay.runs.console import Console
 from assay.runs.files import print_json
 from assay.runs.resolve import PREFIX
 from assay.types import UserError
-
-HELP = """Write a checkpoint or another model as a Hugging Face folder with a model card, a GGUF file or a PEFT adapter.
-
-  assay export run:demo@best my-model
-  assay export run:demo@best my-model --push my-user/my-model
-  assay export run:demo@best my-model.gguf --gguf q8_0"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

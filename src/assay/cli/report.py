@@ -1,4 +1,8 @@
-"""`assay report`: a run as one HTML file."""
+"""Write a run as one HTML file to send to others: summary, curves, findings, samples, settings.
+
+The file needs no network and no other file, and has less than 3 MB. It contains prompts and answers of the run, its
+settings, and the name of the machine.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,6 @@ from assay.cli.runs import add_runs_dir
 from assay.runs.files import atomic_write
 from assay.types import UserError
 from assay.web.folder import find_folder
-
-HELP = """Write a run as one HTML file to send to others: summary, curves, findings, samples, settings.
-
-The file needs no network and no other file, and has less than 3 MB. It contains prompts and answers of the run, its
-settings, and the name of the machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,10 @@
-"""`assay runs`: list runs, show one, or compare several."""
+"""List runs, show one, or compare several.
+
+  assay runs                 all runs
+  assay runs NAME            one run
+  assay runs compare A B     results, a paired test of the final answers, curves, and settings that differ
+assay runs A B compares too, but draws no picture.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +22,6 @@ from assay.runs.resolve import PREFIX, find_run, resume_command, split_tag
 from assay.types import UserError
 from assay.web.comparison import RunComparison, cells, describe
 
-HELP = """List runs, show one, or compare several.
-
-  assay runs                 all runs
-  assay runs NAME            one run
-  assay runs compare A B     results, a paired test of the final answers, curves, and settings that differ
-assay runs A B compares too, but draws no picture."""
 COMPARE = "compare"
 MAX_NAME = 120  # characters of the file name of the picture
 

@@ -1,4 +1,11 @@
-"""`assay score`: judge the completions in a file, and compare two judges."""
+"""Judge the completions in a JSONL file, and print a summary as JSON.
+
+Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target', for code 'tests'), or is a row of
+a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
+
+With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]. With --config, the
+task and the judge come from a training config; options override them.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +33,6 @@ from assay.tasks import Task, make_task
 from assay.tasks.registry import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
 from assay.tasks.sources import DataRow, read_rows
 from assay.types import Status, UserError, Verdict, excerpt, plural, unknown_name
-
-HELP = """Judge the completions in a JSONL file, and print a summary as JSON.
-
-Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target', for code 'tests'), or is a row of
-a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
-
-With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]. With --config, the
-task and the judge come from a training config; options override them."""
-
 
 SETTINGS = ScoreConfig
 SHOWN_DISAGREEMENTS = 20

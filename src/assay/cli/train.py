@@ -1,4 +1,4 @@
-"""`assay train`: train a model as described by a config file, and evaluate it before and after."""
+"""Train a model by reinforcement learning, as described by a config file. Options override any of its settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from assay.types import UserError, plural
 if TYPE_CHECKING:
     from assay.training.run import TrainingRun
 
-HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
 LATEST, NOTABLE = 10, 0.05  # training steps, and the difference in accuracy, that are compared with an evaluation
 HEADINGS = {"error": "no gain", "warning": "problem", "note": "note"}  # of causes, by severity
