@@ -139,6 +139,25 @@ def test_a_damaged_file_is_named_and_the_others_are_read(
     assert facts["steps"] == 3
 
 
+def test_a_run_in_progress_is_described_by_its_config_and_metrics(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "one", "seed = 3\ntrain.steps = 9") as run:
+        run.log(0, {"before/accuracy": 0.25, "before/low": 0.1, "before/high": 0.5})
+        run.log(4, {"reward/mean": 0.5, "sampling/answers": 32.0, "time/wall": 12.5})
+        run.log(5, {"reward/mean": float("nan")})
+        facts, _ = RunFolder(run.path).facts()
+    assert (facts["state"], facts["steps"], facts["steps_planned"], facts["seed"]) == ("running", 5, 9, 3)
+    assert facts["reward"] == 0.5  # the last finite one
+    assert facts["before"] == {"accuracy": 0.25, "ci95": [0.1, 0.5]} and facts["after"] is None
+    assert facts["wall_s"] == 12.5
+
+
+def test_the_summary_comes_before_the_config(path: Path) -> None:
+    summary = {"task": "mix", "model": "m", "algorithm": "ppo", "seed": 0, "steps": 3, "wall_s": 2.5}
+    (path / "summary.json").write_text(json.dumps(summary))
+    facts, _ = RunFolder(path).facts()
+    assert {name: facts[name] for name in summary} == summary
+
+
 def test_values_of_unexpected_types_are_left_out(path: Path) -> None:
     odd = {"steps": [1], "before": 3, "after": {"accuracy": "high"}, "wall_s": "NaN", "seed": 10**400, "task": {}}
     (path / "summary.json").write_text(json.dumps(odd))

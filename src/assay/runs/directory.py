@@ -18,13 +18,12 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from assay.runs import checkpoints, rollouts
-from assay.runs.console import finite
 from assay.runs.environment import describe_environment
 from assay.runs.files import (
     atomic_write,
@@ -391,7 +390,7 @@ def _open_for_append(path: Path) -> IO[str]:
     return path.open("a", encoding="utf-8")
 
 
-# Reading of runs in which some files may be damaged, missing or unreadable, and facts for lists of runs
+# Reading of runs in which some files may be damaged, missing or unreadable
 
 METRICS = "metrics.jsonl"
 FOLDERS = ("rollouts", "evals")
@@ -531,57 +530,6 @@ def is_deeper(value: Any, depth: int) -> bool:
         if not level:
             return False
     return any(isinstance(item, (dict, list)) for item in level)
-
-
-NOTHING: Mapping[str, Any] = {}
-
-
-def facts_of(
-    name: str,
-    path: str,
-    state: str,
-    rows: Sequence[Mapping[str, Any]] = (),
-    config: Mapping[str, Any] = NOTHING,
-    summary: Mapping[str, Any] = NOTHING,
-    status: Mapping[str, Any] = NOTHING,
-    environment: Mapping[str, Any] = NOTHING,
-) -> dict[str, Any]:
-    """What lists and comparisons show of a run. `rows`: lines of metrics.jsonl; the others: contents of its files."""
-    facts = {
-        "run": name,
-        "path": path,
-        "state": state,
-        "error": status.get("error") if state == "failed" else None,
-        "started": environment.get("started"),
-        "task": summary.get("task") or setting(config, "task.name"),
-        "model": summary.get("model") or setting(config, "model.source"),
-        "algorithm": summary.get("algorithm") or setting(config, "algo.recipe"),
-        "seed": summary.get("seed", setting(config, "seed")),
-        "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
-        "steps_planned": status.get("total_steps", planned_steps(config)),
-        "warm_start": {"step": last(rows, "sft/step"), "steps": setting(config, "sft.steps")},
-        "answers": last(rows, "sampling/answers"),
-        "budget": setting(config, "train.budget") or None,
-        "reward": last(rows, "reward/mean"),
-        "wall_s": summary.get("wall_s", last(rows, "time/wall")),
-        "config": config,
-    }
-    facts |= {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
-    if not summary and (value := last(rows, "before/accuracy")) is not None:
-        low, high = last(rows, "before/low"), last(rows, "before/high")
-        facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
-    return facts
-
-
-def planned_steps(config: Mapping[str, Any]) -> int | None:
-    """Number of steps in the settings of a run that has not begun; None if it depends on the data."""
-    steps, epochs, budget = (setting(config, f"train.{key}") for key in ("steps", "epochs", "budget"))
-    return None if epochs or budget else steps
-
-
-def last(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """The last value of a metric that is a finite number."""
-    return next((value for row in reversed(rows) if (value := finite(row, metric)) is not None), None)
 
 
 def setting(tree: Any, key: str) -> Any:

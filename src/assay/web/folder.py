@@ -25,7 +25,6 @@ from assay.runs.directory import (
     Refused,
     RunFiles,
     access_problem,
-    facts_of,
     is_locked,
     reason_of,
     setting,
@@ -107,51 +106,74 @@ class RunFolder(RunFiles):
         return known[1]
 
     def facts(self) -> tuple[dict[str, Any], list[str]]:
-        """What is known about the run, and which files cannot be read. Values of unexpected types are left out."""
-        documents = {name: self.document(f"{name}.json") for name in ("summary", "status", "environment")}
+        """What is known about the run, and which files cannot be read. Values of unexpected types are None."""
+        names = ("summary.json", "status.json", "environment.json")
+        summary, status, environment = map(self.document, names)
         config, problems = self.config(), list(self.metrics.read())
-        state = state_of(is_locked(self.root), documents["status"], documents["summary"])
+        state = state_of(is_locked(self.root), status, summary)
         if self.metrics.incomplete and state != "running":
             problems.append(INCOMPLETE)
-        names = ("config.toml", *(f"{name}.json" for name in documents), *FOLDERS)
-        problems = [*(self._problems[name] for name in names if name in self._problems), *problems]
+        known = [self._problems[name] for name in ("config.toml", *names, *FOLDERS) if name in self._problems]
+        problems = [*known, *problems]
         if not (self.root / "config.toml").exists():
             problems.insert(0, "config.toml is missing")
-        rows = [self.metrics.last] if self.metrics.last else []
-        try:
-            facts = facts_of(self.name, str(self.path), state, rows, config, **documents)
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
-            problems = [*problems, f"some facts have unexpected values ({describe_error(error)})"]
-            facts = facts_of(self.name, str(self.path), state, rows)
-        return checked(facts), problems
+        facts = {"run": self.name, "path": str(self.path), "state": state, "config": config}
+        facts["error"] = as_text(status.get("error")) if state == "failed" else None
+        return facts | facts_of(config, self.metrics.last, summary, status, environment), problems
 
 
-_TEXTS = ("error", "started", "task", "model", "algorithm")
-_NUMBERS = ("seed", "steps", "steps_planned", "answers", "budget", "reward", "wall_s", "tokens")
+def facts_of(
+    config: Mapping[str, Any],
+    last: Mapping[str, float],
+    summary: Mapping[str, Any],
+    status: Mapping[str, Any],
+    environment: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Facts of a run from its files. `last`: the last value of each metric."""
+    # The number of steps of a run that has not begun is not known if it depends on the data.
+    counted = not (setting(config, "train.epochs") or setting(config, "train.budget"))
+    planned = setting(config, "train.steps") if counted else None
+    before, paired = summary.get("before"), summary.get("paired")
+    if not summary and "before/accuracy" in last:
+        interval = [last.get("before/low"), last.get("before/high")]
+        before = {"accuracy": last["before/accuracy"], "ci95": interval}
+    values = {
+        "seed": summary.get("seed", setting(config, "seed")),
+        "steps": last.get("step", summary.get("steps", 0)),
+        "steps_planned": status.get("total_steps", planned),
+        "answers": last.get("sampling/answers"),
+        "budget": setting(config, "train.budget") or None,
+        "reward": last.get("reward/mean"),
+        "wall_s": summary.get("wall_s", last.get("time/wall")),
+        "tokens": summary.get("tokens"),
+    }
+    return {
+        "started": as_text(environment.get("started")),
+        "task": as_text(summary.get("task") or setting(config, "task.name")),
+        "model": as_text(summary.get("model") or setting(config, "model.source")),
+        "algorithm": as_text(summary.get("algorithm") or setting(config, "algo.recipe")),
+        **numbers(values),
+        "warm_start": numbers({"step": last.get("sft/step"), "steps": setting(config, "sft.steps")}),
+        "before": evaluation(before),
+        "after": evaluation(summary.get("after")),
+        "paired": {**paired, **numbers(paired, "p_value", "gained", "lost")} if isinstance(paired, Mapping) else None,
+    }
 
 
-def checked(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts with the expected types; values of other types are None."""
-    known = dict(facts)
-    for name in _TEXTS:
-        known[name] = str(known[name]) if isinstance(known.get(name), (str, int, float)) else None
-    known |= numbers(known, *_NUMBERS)
-    known["warm_start"] = numbers(known["warm_start"], "step", "steps")
-    for name in ("before", "after"):
-        measured = known.get(name)
-        if not isinstance(measured, Mapping) or finite_number(measured.get("accuracy")) is None:
-            known[name] = None
-        elif not is_interval(measured.get("ci95")):
-            known[name] = {**measured, "ci95": None}
-    paired = known.get("paired")
-    known["paired"] = (
-        {**paired, **numbers(paired, "p_value", "gained", "lost")} if isinstance(paired, Mapping) else None
-    )
-    return known
+def as_text(value: Any) -> str | None:
+    return str(value) if isinstance(value, (str, int, float)) else None
+
+
+def evaluation(measured: Any) -> dict[str, Any] | None:
+    """The entry of an evaluation, if it has an accuracy; an interval that is none is None."""
+    if not isinstance(measured, Mapping) or finite_number(measured.get("accuracy")) is None:
+        return None
+    return {**measured, "ci95": measured.get("ci95") if is_interval(measured.get("ci95")) else None}
 
 
 def numbers(values: Mapping[str, Any], *names: str) -> dict[str, float | None]:
-    return {name: finite_number(values.get(name)) for name in names}
+    """The values with these names, or all of them, as far as they are numbers."""
+    return {name: finite_number(values.get(name)) for name in names or values}
 
 
 def is_interval(value: Any) -> bool:
