@@ -232,7 +232,7 @@ class SavedRun:
         dest: str | Path,
         at: str | int = "last",
         *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16"] | None = None,
         gguf: Literal["f16", "q8_0"] | None = None,
         lora: Literal["merge", "keep"] = "merge",
         push: str | None = None,
@@ -243,7 +243,7 @@ class SavedRun:
         Args:
             dest: New folder, or new file NAME.gguf.
             at: Step of the checkpoint, "last" or "best".
-            dtype: Of the weights in a folder.
+            dtype: Of the weights in a folder. Default: float32.
             gguf: Write GGUF with these weights instead.
             lora: Merge the adapters of a run with LoRA into the weights, or keep them as a PEFT folder.
             push: OWNER/NAME on the Hugging Face hub to upload the folder to.

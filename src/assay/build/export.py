@@ -21,7 +21,7 @@ from assay.runs.console import Console, count, finite, one_line
 from assay.runs.directory import RunFiles, changed_settings, flattened, is_run, setting
 from assay.runs.environment import versions
 from assay.runs.files import rename, sync_tree
-from assay.runs.resolve import load_resolved
+from assay.runs.resolve import PREFIX, load_resolved
 from assay.types import UserError, describe_error, hide_credentials, plural
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Export:
 
 def export(options: Export, console: Console) -> dict[str, Any]:
     """Carry out an export; returns facts about it."""
+    check_options(options)
     check_destination(options.dest)
     repository = None
     if options.push and options.lora == "keep":
@@ -80,6 +81,19 @@ def is_gguf(options: Export) -> bool:
 
 def is_file(dest: Path) -> bool:
     return dest.suffix.lower() == ".gguf"
+
+
+def check_options(options: Export) -> None:
+    if options.dtype and (is_gguf(options) or options.lora == "keep"):
+        raise UserError("--dtype is for Hugging Face folders: remove it, or remove --gguf and --lora keep")
+    if options.lora == "keep" and is_gguf(options):
+        raise UserError("a GGUF file has merged weights: remove --lora keep, or export to a folder without --gguf")
+    if options.lora == "keep" and not options.source.startswith(PREFIX):
+        raise UserError(f"--lora keep is for runs with LoRA (run:NAME@best), not for {options.source}")
+    if options.push and is_file(options.dest):
+        raise UserError(f"--push uploads a folder: give a folder and --gguf f16 or q8_0 instead of {options.dest}")
+    if options.private and not options.push:
+        raise UserError("--private is for --push OWNER/NAME: add it, or remove --private")
 
 
 def check_destination(dest: Path) -> None:
