@@ -208,7 +208,7 @@ def make_run(folder: Path, name: str, speed: float, samples: int = 4, seconds: f
 
 def record(run: Run) -> None:
     files = RunFiles(run.path)
-    record_speed(files, files.read_metrics(), files.config())
+    record_speed(files, files.readable_metrics(), files.config())
 
 
 @pytest.fixture(autouse=True)

@@ -149,7 +149,7 @@ def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> N
         b'{"step": 1, "x": "NaN"}\nbroken\n[]\n{"step": "2"}\n{"step": 3}\n{"step": 4, "r'
     )
     files = RunFiles(tmp_path)
-    first, last = files.read_metrics()
+    first, last = files.readable_metrics()
     assert first["step"] == 1 and first["x"] != first["x"] and last == {"step": 3}
     assert files.problems == ["metrics.jsonl: 2 of 5 lines cannot be read"]  # the incomplete last line is no problem
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from assay.api.arguments import overrides_of, settings_of
+from assay.api.arguments import overrides_of
 from assay.api.notebook import Entries, html_paragraph, html_table
 from assay.checks import Diagnosis
 from assay.checks.diagnosis import diagnose_files
 from assay.config import TrainConfig
+from assay.config.settings import COMMAND_LINE, PYTHON, Caller, load_settings
 from assay.runs import Run
 from assay.runs.console import aligned
 from assay.runs.directory import RunFiles
@@ -88,17 +90,25 @@ def _paragraph(label: str, text: str, width: int) -> list[str]:
     return wrapper.wrap(text) or [f"  {label}".rstrip()]
 
 
-def examine_config(cfg: TrainConfig, name: str) -> Findings:
-    from assay.build.dry_run import diagnose_config
+def examine(target: str, overrides: Mapping[str, Any], runs_dir: Path, caller: Caller = COMMAND_LINE) -> Findings:
+    """Find out what is wrong with a config, changed by `overrides`, or with a run, by its name or folder."""
+    path = Path(target).expanduser()
+    if isfile(path):  # False for a name that is too long for a path, as of a folder below
+        from assay.build.dry_run import diagnose_config
 
-    return Findings(f"config {name}", diagnose_config(cfg))
+        return Findings(f"config {path}", diagnose_config(load_settings(TrainConfig, path, overrides, caller)))
+    if others := [key for key in overrides if key != "runs_dir"]:
+        raise UserError(f"{caller.spelt(others[0])} changes a setting, which is for a config: {path} is a run")
+    if path.suffix == ".toml" and not isdir(path) and not isdir(runs_dir / path):
+        raise UserError(f"there is no file {target}: give an existing config, or the name of a run")
+    return examine_run(find_folder(target, runs_dir))
 
 
 def examine_run(folder: Path) -> Findings:
     files = RunFiles(folder)
     causes, run = diagnose_files(files), Run(files.path)
     error = str(files.document("status.json").get("error") or "") if run.state == "failed" else ""
-    steps = max((row["step"] for row in files.read_metrics()), default=0)
+    steps = max((row["step"] for row in files.readable_metrics()), default=0)
     return Findings(f"run {run.name} ({run.state}, {plural(steps, 'step')})", causes, error, files.problems)
 
 
@@ -113,12 +123,7 @@ def doctor(target: Any, *, runs_dir: str | Path = "runs", **settings: Any) -> Fi
     given = getattr(target, "path", target)
     if not isinstance(given, str | Path):
         raise UserError(f"doctor examines a run, its name, or the path of a config, not {target!r:.80}")
-    path = Path(given).expanduser()
-    if path.is_file():
-        return examine_config(settings_of(TrainConfig, path, overrides_of(settings, TrainConfig)), str(path))
-    if settings:
-        raise UserError(f"'{next(iter(settings))}' changes a setting, which is for a config: {path} is a run")
-    return examine_run(find_folder(str(path), Path(runs_dir)))
+    return examine(str(given), overrides_of(settings, TrainConfig), Path(runs_dir), PYTHON)
 
 
 class Comparison(RunComparison):
@@ -129,21 +134,16 @@ class Comparison(RunComparison):
 
     def __repr__(self) -> str:
         parts = []
-        for (title, headings, rows), notes in self._sections():
+        for (title, headings, rows), notes in self.sections():
             parts.append("\n".join([*([title, *aligned([headings, *rows])] if rows else []), *notes]))
         return "\n\n".join(filter(None, parts))
 
     def _repr_html_(self) -> str:
         parts = []
-        for (title, headings, rows), notes in self._sections():
+        for (title, headings, rows), notes in self.sections():
             parts += [html_table(headings, rows, title)] if rows else []
             parts += map(html_paragraph, notes)
         return "".join(parts)
-
-    def _sections(self) -> Iterator[Any]:
-        yield self.results_table(), ()
-        yield from self.sections()
-        yield ("", (), ()), self.settings_notes()
 
 
 def compare(*runs: Any, runs_dir: str | Path = "runs") -> Comparison:
@@ -156,4 +156,4 @@ def compare(*runs: Any, runs_dir: str | Path = "runs") -> Comparison:
     if len(runs) < 2:
         raise UserError("a comparison needs at least two runs: assay.compare('a', 'b')")
     names = [str(getattr(run, "path", run)).removeprefix(PREFIX) for run in runs]
-    return Comparison([Run.open(find_run(split_tag(name)[0], Path(runs_dir))) for name in names])
+    return Comparison([find_run(split_tag(name)[0], Path(runs_dir)) for name in names])

@@ -161,7 +161,7 @@ class SavedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Metrics of every step and evaluation; `pandas.DataFrame(run.metrics)` makes a table of them."""
-        return self._files.read_metrics()
+        return self._files.readable_metrics()
 
     @property
     def steps(self) -> list[int]:

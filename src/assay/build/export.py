@@ -337,7 +337,7 @@ def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> str:
     if is_final:
         rows.append(cells(name, split, after["accuracy"], after["ci95"], after["n"]))
     elif evaluated := [
-        row for row in files.read_metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None
+        row for row in files.readable_metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None
     ]:
         row = evaluated[-1]
         ends = [row.get("eval/low"), row.get("eval/high")]

@@ -327,7 +327,7 @@ def diagnose_files(
     `rows` (of metrics.jsonl), `config`, `summary`: read from the files unless they are given. `leakage`: also compare
     the prompts of training and evaluations.
     """
-    rows = files.read_metrics() if rows is None else rows
+    rows = files.readable_metrics() if rows is None else rows
     config = files.config() if config is None else config
     summary = files.document("summary.json") or None if summary is None else summary
     found: list[Diagnosis] = []

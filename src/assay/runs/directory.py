@@ -466,7 +466,7 @@ class RunFiles:
             self._problems[name] = f"{name} is not valid {name.rpartition('.')[2].upper()} ({error})"
         return {}
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def readable_metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that can be read."""
         rows = [{key: from_json(value) for key, value in row.items()} for row in self.lines(self.path / METRICS)]
         return [row for row in rows if isinstance(row.get("step"), int)]

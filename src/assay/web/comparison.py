@@ -6,10 +6,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from assay.runs.console import duration, fraction, percent
-from assay.runs.directory import SETTINGS_OF_MACHINE, Run, RunFiles, flattened, setting
+from assay.runs.directory import SETTINGS_OF_MACHINE, flattened, setting
 from assay.runs.metrics import points_of, shown_panels
 from assay.types import plural
 from assay.web.folder import INCOMPLETE, RunFolder
@@ -29,11 +30,11 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, headings, r
 class RunComparison:
     """Several runs, each compared with the first one. One run is only described."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.names = labels(runs)
-        self.results = [describe(run) for run in runs]
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._runs = [RunFolder(folder) for folder in folders]
+        self.names = labels(self._runs)
+        self.results = [describe(run) for run in self._runs]
         """the facts of each run"""
-        self._runs = runs
 
     @cached_property
     def paired(self) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ class RunComparison:
 
     @cached_property
     def metrics(self) -> dict[str, Rows]:
-        return {name: RunFiles(run.path).read_metrics() for name, run in zip(self.names, self._runs, strict=True)}
+        return {name: run.readable_metrics() for name, run in zip(self.names, self._runs, strict=True)}
 
     def results_table(self) -> Table:
         """The facts of the runs, one column per run."""
@@ -70,13 +71,14 @@ class RunComparison:
         return "Results", headings, rows
 
     def sections(self) -> list[tuple[Table, Iterable[str]]]:
-        """Tables that compare the runs, with notes on them. A table may have no rows."""
+        """Tables that describe and compare the runs, with notes on them. A table may have no rows."""
         answers = [final_cells(final) for final in self.paired]
         settings = [[key, *map(shown, row)] for key, row in self.settings.items()]
         return [
+            (self.results_table(), ()),
             (("Final answers", FINAL_HEADINGS, answers), self.final_notes()),
             (("Curves: first and last value", ["", *self.names], curve_cells(self.metrics)), ()),
-            (("Settings that differ", ["", *self.names], settings), ()),
+            (("Settings that differ", ["", *self.names], settings), self.settings_notes()),
         ]
 
     def final_notes(self) -> Iterator[str]:
@@ -107,12 +109,12 @@ class RunComparison:
             yield "The settings are equal." if len(known) == len(self.results) else "The other settings are equal."
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: RunFolder) -> dict[str, Any]:
     """The facts of a run, as far as they can be read; `problems` says what cannot."""
-    facts, problems = RunFolder(run.path).facts()
+    facts, problems = run.facts()
     problems = [problem for problem in problems if problem != INCOMPLETE]
     if problems:
-        facts["state"] = f"damaged ({run.state})"
+        facts["state"] = f"damaged ({facts['state']})"
     if any(problem.startswith("config.toml") for problem in problems):
         facts["config"] = None
     return {**facts, "problems": problems}
@@ -174,7 +176,7 @@ def shortened(value: Any, limit: int = 32) -> str:
     return text if len(text) <= limit else "..." + text[3 - limit :]
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[RunFolder]) -> list[str]:
     """The names of the runs; the paths of those that share a name, numbered if a run is given twice."""
     shared = Counter(run.name for run in runs)
     names = [run.name if shared[run.name] == 1 else str(run.path) for run in runs]
@@ -188,15 +190,14 @@ def final_comparison(a: Questions | str, b: Questions | str) -> dict[str, Any]:
     return {"problem": None, **Pairing(a, b).facts()}
 
 
-def final_questions(run: Run, name: str) -> Questions | str:
+def final_questions(run: RunFolder, name: str) -> Questions | str:
     """The questions of the evaluation after training; a string says why there are none."""
-    folder = RunFolder(run.path)
-    files = [f"evals/{file}" for file in folder.names("evals")]
+    files = [f"evals/{file}" for file in run.names("evals")]
     after = [(place.step, file) for file in files if (place := place_of(file)) and place.label == "after"]
     if not after:
-        return f"{name} ({run.state}) has no evaluation after training"
+        return f"{name} ({run.facts()[0]['state']}) has no evaluation after training"
     _, latest = max(after)
-    file, _ = read_file(folder, latest)
+    file, _ = read_file(run, latest)
     questions = Questions(file)
     if file.problems or not questions.shares:
         return f"{name}: {file.problems[0] if file.problems else f'{latest} is empty'}"
