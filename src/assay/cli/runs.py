@@ -116,7 +116,9 @@ def compare(comparison: Comparison, as_json: bool, picture: Path | None) -> None
         return
     console = Console()
     for (title, headings, rows), notes in comparison.sections()[1:]:  # the results are printed already
-        print()
+        notes = [*notes]
+        if rows or notes:
+            print()
         if rows:
             console.table(title, headings, rows)
         for note in notes:

@@ -202,10 +202,8 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
 
 def explain_sampling(summary: Mapping[str, Any], files: RunFiles) -> str:
     """Why greedy evaluations and the sampled answers of training differ in accuracy; empty if they do not."""
-    config, rows = (
-        files.config(),
-        [row for row in files.readable_metrics() if finite(row, "reward/correct") is not None],
-    )
+    config = files.config()
+    rows = [row for row in files.readable_metrics() if finite(row, "reward/correct") is not None]
     greedy = setting(config, "eval.temperature") == 0
     if not rows or not greedy:
         return ""
