@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import binomtest
 from web_parts import answer, group_of, make_run, prompt_of
 
-from assay.evals.report import Report
-from assay.evals.report import compare as compare_reports
+from assay.evals import Report
+from assay.evals import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
 from assay.types import Group, Status

@@ -31,7 +31,7 @@ from assay.tasks.sources import DataRow, read_rows
 from assay.types import Status, UserError, Verdict, plural
 
 if TYPE_CHECKING:
-    from assay.evals.report import Report
+    from assay.evals import Report
     from assay.types import Group
 
 SHORT = {**SHORT_FOR_EVAL, "examples": "eval.final_examples"}

@@ -45,14 +45,7 @@ from assay.build.problems import (
     take,
 )
 from assay.build.trust import extend_trust, remember_trust
-from assay.checks.settings import (
-    PRESET,
-    check_judge,
-    check_settings,
-    check_sizes,
-    data_problems,
-    settings_problems,
-)
+from assay.checks.settings import PRESET, check_judge, check_settings, check_sizes, data_problems, settings_problems
 from assay.config import CLUSTER_MEMBER, RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine

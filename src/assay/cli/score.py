@@ -24,7 +24,7 @@ from typing import IO, Any
 from assay.build.measure import ScoreConfig, as_item, inherited_settings
 from assay.cli.eval import add_config
 from assay.config.settings import load_settings
-from assay.evals.stats import wilson
+from assay.evals import wilson
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePanel, Judging, MathVerifyJudge, check_verdicts
 from assay.rewards.pool import Item
 from assay.runs.console import Console, aligned

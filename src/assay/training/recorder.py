@@ -22,7 +22,7 @@ from assay.checks.diagnosis import diagnose_files, record_speed, with_examples
 from assay.checks.steps import truncated_evaluation
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
-from assay.evals.report import Report, compare, evaluate
+from assay.evals import Report, compare, evaluate
 from assay.mesh import Mesh
 from assay.models import PolicyModel, load_model
 from assay.models.device import gpu_memory_use

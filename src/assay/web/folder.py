@@ -20,16 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from assay.checks.causes import FIRST
-from assay.runs.directory import (
-    FOLDERS,
-    Refused,
-    RunFiles,
-    access_problem,
-    is_locked,
-    reason_of,
-    setting,
-    state_of,
-)
+from assay.runs.directory import FOLDERS, Refused, RunFiles, access_problem, is_locked, reason_of, setting, state_of
 from assay.runs.files import Stamp, as_stamp, from_json, json_lines, stamp_of
 from assay.runs.resolve import PREFIX, split_tag
 from assay.text.tokenizer import REPLACEMENT, Detokenizer
