@@ -319,15 +319,11 @@ def problem_of_arrays(file: IndexedFile, error: BaseException) -> str:
 
 def skip_reason(document: Mapping[str, Any]) -> str:
     """Why updates with a batch were skipped, from the file next to the batch."""
-    updates = [update for update in document.get("updates") or () if isinstance(update, dict)]
+    updates = [update for update in document.get("updates") or () if isinstance(update, dict) and update.get("what")]
     if not updates:
         return "its update was skipped"
-    first, count = updates[0], f"{len(updates)} updates were" if len(updates) > 1 else "an update was"
-    if isinstance(first.get("weights"), list) and first["weights"]:
-        what = f"the weight {first['weights'][0]}"
-    else:
-        what = "the loss" if finite_number(first.get("loss")) is None else "the gradient"
-    return f"{count} skipped, because {what} is not finite"
+    count = f"{len(updates)} updates were" if len(updates) > 1 else "an update was"
+    return f"{count} skipped, because {updates[0]['what']} is not finite"
 
 
 def context_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
