@@ -15,7 +15,6 @@ from assay.evals import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
 from assay.types import Group, Status
-from assay.web.comparison import blocks
 from assay.web.data import RunView, ViewError, compare
 from assay.web.table import CompareQuery, change_of, paired
 
@@ -151,8 +150,3 @@ def test_kinds_of_change() -> None:
 
 
 # Tables that compare runs
-
-
-def test_blocks_are_means_on_the_scale_of_all_runs() -> None:
-    assert blocks([0.0, 1.0], (0.0, 1.0)) == "▁█ " and blocks([0.5] * 100, (0.0, 1.0)) == "▅" * 16 + " "
-    assert blocks([3.0, 3.0], (3.0, 3.0)) == "▁▁ " and blocks([1.0], (0.0, 1.0)) == ""

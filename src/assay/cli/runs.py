@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.api.inspection import Comparison
+from assay.api.inspection import Comparison, cells, describe
 from assay.runs.console import Console, one_line
 from assay.runs.directory import access_problem, list_runs, unreadable_folders
 from assay.runs.files import print_json
 from assay.runs.metrics import draw_comparison, draw_curves
 from assay.runs.resolve import PREFIX, find_run, resume_command, split_tag
 from assay.types import UserError
-from assay.web.comparison import cells, describe
 from assay.web.folder import RunFolder
 
 COMPARE = "compare"
