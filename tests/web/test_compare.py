@@ -147,6 +147,3 @@ def test_kinds_of_change() -> None:
     assert [change_of(*pair) for pair in ((0, 1), (1, 0.5), (1, 1), (0.25, 0.25), (1 / 3, 1 / 3 + 1e-12))] == [
         *("gained", "lost", "same_correct", "same_wrong", "same_wrong")
     ]
-
-
-# Tables that compare runs
