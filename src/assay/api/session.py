@@ -23,7 +23,7 @@ from assay.api.arguments import (
     SHORT,
     TOKENIZER,
     TOO_FEW,
-    describe_rows,
+    descriptions,
     lora_settings,
     model_source,
     overrides_of,
@@ -380,7 +380,7 @@ def open_training(
             if resume is None
             else held.enter_context(resumed(str(resume), runs_dir, overrides, console, trust))
         )
-    if text := describe_rows(rows, runs_dir):
+    if text := descriptions.get(rows.get("task", {}).get("path", "")):
         training.state.facts["data"] = text
         console.note(f"data: {text}")
     training.callbacks = hooks
