@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, python_errors, reward_settings, settings_of, task_settings
 from assay.api.models import Generation, LoadedModel, source_of
-from assay.api.notebook import Entries, html_table, new_console
+from assay.api.notebook import html_table, new_console
 from assay.build.measure import (
     Measured,
     ScoreConfig,
@@ -103,7 +103,7 @@ class Evaluation:
         return html_table(columns, rows, title)
 
 
-class Evaluations(Entries[Evaluation]):
+class Evaluations(list[Evaluation]):
     """Several models on the same problems; each is compared with the first one (`Evaluation.paired`)."""
 
     def to_dict(self) -> list[dict[str, Any]]:

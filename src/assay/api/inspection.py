@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.api.arguments import overrides_of
-from assay.api.notebook import Entries, html_paragraph, html_table
+from assay.api.notebook import html_paragraph, html_table
 from assay.checks import Diagnosis
 from assay.checks.diagnosis import diagnose_files
 from assay.config import TrainConfig
@@ -34,7 +34,7 @@ LABELS = {"error": "ERROR", "warning": "WARNING", "note": "NOTE"}
 WIDTH = 100  # characters of a line of `repr`
 
 
-class Findings(Entries[Diagnosis]):
+class Findings(list[Diagnosis]):
     """What keeps a run from learning or harms it, the most important first. Each has `evidence` and `remedy`."""
 
     def __init__(self, what: str, causes: Sequence[Diagnosis], error: str = "", problems: Sequence[str] = ()) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from assay.api.arguments import python_errors
-from assay.api.notebook import Entries, Picture, html_paragraph, html_table, in_notebook, new_console
+from assay.api.notebook import Picture, html_paragraph, html_table, in_notebook, new_console
 from assay.api.session import console_warnings, open_training, resume_call, show_findings
 from assay.runs import Run, checkpoints
 from assay.runs.console import FINAL_LABELS, Console, percent
@@ -308,7 +308,7 @@ class SavedRun:
         return "".join(parts) + (Picture(picture).html() if picture.is_file() else "")
 
 
-class Rollouts(Entries[Group]):
+class Rollouts(list[Group]):
     """The groups of a step: answers to one prompt each, with verdicts, rewards and advantages."""
 
     def __init__(self, groups: Sequence[Group], run: SavedRun) -> None:
@@ -342,7 +342,7 @@ class Rollouts(Entries[Group]):
         return html_table(head, rows[:SHOWN_ROLLOUTS], repr(self) + more)
 
 
-class Tokens(Entries[dict[str, Any]]):
+class Tokens(list[dict[str, Any]]):
     """The tokens of a rollout: text, id, whether it is trained, log-probabilities of engine and trainer, advantage."""
 
     def __init__(self, rollout: Rollout, run: SavedRun) -> None:

@@ -519,17 +519,10 @@ def reason_of(name: str, error: BaseException) -> str:
 
 def is_deeper(value: Any, depth: int) -> bool:
     """Whether lists and dictionaries are nested in more levels than `depth`."""
-    level = [value]
-    for _ in range(depth):
-        level = [
-            item
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return any(isinstance(item, (dict, list)) for item in level)
+    if not isinstance(value, (dict, list)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(is_deeper(item, depth - 1) for item in items)
 
 
 def setting(tree: Any, key: str) -> Any:

@@ -104,8 +104,8 @@ class RunFolder(RunFiles):
         state = state_of(is_locked(self.root), status, summary)
         if self.metrics.incomplete and state != "running":
             problems.append(INCOMPLETE)
-        known = [self._problems[name] for name in ("config.toml", *names, *FOLDERS) if name in self._problems]
-        problems = [*known, *problems]
+        known = (self._problems.get(name) for name in ("config.toml", *names, *FOLDERS))
+        problems = [*filter(None, known), *problems]
         if not (self.root / "config.toml").exists():
             problems.insert(0, "config.toml is missing")
         facts = {"run": self.name, "path": str(self.path), "state": state, "config": config}
