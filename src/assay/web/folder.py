@@ -108,7 +108,7 @@ class RunFolder(RunFiles):
         problems = [*filter(None, known), *problems]
         if not (self.root / "config.toml").exists():
             problems.insert(0, "config.toml is missing")
-        facts = {"run": self.name, "path": str(self.path), "state": state, "config": config}
+        facts: dict[str, Any] = {"run": self.name, "path": str(self.path), "state": state, "config": config}
         facts["error"] = as_text(status.get("error")) if state == "failed" else None
         return facts | facts_of(config, self.metrics.last, summary, status, environment), problems
 
