@@ -17,7 +17,7 @@ from typing import Any
 from assay.api.inspection import Comparison, cells, describe
 from assay.runs.console import Console, one_line
 from assay.runs.directory import access_problem, list_runs, unreadable_folders
-from assay.runs.files import print_json
+from assay.runs.files import print_json, reported
 from assay.runs.metrics import draw_comparison, draw_curves
 from assay.runs.resolve import PREFIX, find_run, resume_command, split_tag
 from assay.types import UserError
@@ -109,7 +109,10 @@ def print_advice(facts: Sequence[Mapping[str, Any]]) -> None:
 
 def compare(comparison: Comparison, as_json: bool, picture: Path | None) -> None:
     """Print the comparison. `picture`: where the curves are drawn; None for nowhere."""
-    drawn = draw(comparison.metrics, picture) if picture else None
+    drawn = None
+    if picture:
+        with reported(picture, "choose another file with -o FILE"):
+            drawn = draw_comparison(comparison.metrics, picture)
     if as_json:
         print_json({**comparison.to_dict(), "curves": drawn and str(drawn)})
         return
@@ -134,11 +137,3 @@ def picture_path(runs: Sequence[Path]) -> Path:
     joined = "-".join(run.name for run in (first, *others))
     name = joined if len(joined) <= MAX_NAME else f"{first.name[:MAX_NAME]}-and-{len(others)}-more"
     return first.parent / f"compare-{name}.png"
-
-
-def draw(metrics: Mapping[str, Any], path: Path) -> Path | None:
-    try:
-        return draw_comparison(metrics, path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"cannot write {path} ({reason}): choose another file with -o FILE") from error

@@ -28,7 +28,7 @@ from assay.evals import wilson
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePanel, Judging, MathVerifyJudge, check_verdicts
 from assay.rewards.pool import Item
 from assay.runs.console import Console, aligned
-from assay.runs.files import atomic_write, print_json
+from assay.runs.files import atomic_write, print_json, reported
 from assay.tasks import Task, make_task
 from assay.tasks.registry import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
 from assay.tasks.sources import DataRow, read_rows
@@ -169,15 +169,13 @@ def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) 
         for row, verdict in zip(rows, verdicts, strict=True):
             file.write(json.dumps({**row.values, "verdict": asdict(verdict)}).encode("ascii") + b"\n")
 
-    try:
+    with reported(out, "choose another --out"):
         if out.exists() and not out.is_file():  # a device or a pipe cannot be replaced
             with out.open("wb") as device:
                 write_to(device)
         else:
             with atomic_write(out.resolve()) as file:
                 write_to(file)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
 
 
 def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:

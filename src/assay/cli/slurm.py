@@ -16,6 +16,7 @@ from assay.checks.settings import SERVER_SECTIONS, check_placed_servers
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs.directory import as_name, check_name
+from assay.runs.files import reported
 from assay.types import UserError
 
 SETTINGS = TrainConfig
@@ -189,13 +190,12 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
 
 def write(path: Path, text: str, logs: Path) -> None:
     """Write the script and create the folder of its logs: Slurm does not, and the job would fail without a message."""
-    try:
-        if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise UserError(f"{path} exists and is a different script: choose another --output, or delete it")
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise UserError(f"{path} exists and is a different script: choose another --output, or delete it")
+    with reported(logs, "choose another runs_dir"):
         logs.mkdir(parents=True, exist_ok=True)
+    with reported(path, "choose another --output"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or path} ({error.strerror}): choose another location") from error
 
 
 def submit(path: Path) -> str:

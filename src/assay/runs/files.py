@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from assay.types import UserError
+
 # Spelled so that both Python's float() and JavaScript's Number() can read them.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MAX_LINE = 64 * 2**20  # bytes of a line of a JSONL file
@@ -126,6 +128,15 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def reported(path: Path, advice: str) -> Iterator[None]:
+    """Errors of the block, which writes a file or folder that the user has named, are the user's to solve."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error}): {advice}") from error
 
 
 def write_text(path: Path, text: str) -> None:
