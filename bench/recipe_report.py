@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from assay.evals.report import Report
-from assay.evals.stats import paired_test
+from assay.evals import Report, paired_test
 from assay.runs.directory import read_metrics
 from assay.runs.files import atomic_write, read_json
 from assay.runs.rollouts import read_lines

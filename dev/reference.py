@@ -1,6 +1,6 @@
-"""Write the generated pages of docs/reference: settings, metrics, commands and the Python interface, from the code.
+"""Write the generated pages of docs/reference: settings, commands and the Python interface, from the code.
 
-    python dev/reference.py            # after a change of settings, metrics, commands or docstrings
+    python dev/reference.py            # after a change of settings, commands or docstrings
     python dev/reference.py --check    # exit code 1 if a page differs
 
 tests/test_docs.py compares the pages with the code.
@@ -23,7 +23,6 @@ from typing import Any
 from assay.cli.main import COMMANDS, GENERAL, accepted_names, make_parser, overview
 from assay.config import TrainConfig
 from assay.config.settings import keys, section_at, toml_value
-from assay.runs.metrics import METRICS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 NOTE = "<!-- written by dev/reference.py: change the code, then run it -->\n"
@@ -74,20 +73,6 @@ def settings_tables(kind: type[Any], only: set[str] | None = None, level: int = 
         if about and about.__doc__:
             yield from (inspect.cleandoc(about.__doc__).splitlines()[0], "")
         yield from ("| setting | default | meaning |", "|---|---|---|", *rows)
-
-
-def metrics_page() -> str:
-    lines = [
-        "# Metrics",
-        NOTE,
-        "`metrics.jsonl` has one line per step with these keys and `step`. Lines of a warm start have step 0 and only "
-        "`sft/...`. Evaluations before and after training have lines of their own. In a name, a part in capitals "
-        "stands for several. [Watching a run](../guides/watching.md) describes how to read the important ones.",
-    ]
-    for title, metrics in METRICS.items():
-        lines += ["", f"## {title}", "", "| metric | meaning |", "|---|---|"]
-        lines += [f"| `{name}` | {cell(text)} |" for name, text in metrics.items()]
-    return "\n".join(lines) + "\n"
 
 
 def commands_page() -> str:
@@ -209,7 +194,6 @@ def arguments_as_list(text: str) -> str:
 
 PAGES = {
     "settings.md": settings_page,
-    "metrics.md": metrics_page,
     "commands.md": commands_page,
     "api.md": api_page,
 }

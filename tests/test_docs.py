@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from docs_parts import BLOCK, ROOT, block, blocks, command_lines
-from metric_names import meaning
+from metric_names import METRICS, meaning
 
 import assay
 from assay.algos.recipes import RECIPES
@@ -24,7 +24,6 @@ from assay.cli.main import COMMANDS, main, parse
 from assay.cli.serve import SETTINGS as ServeConfig
 from assay.config import TrainConfig
 from assay.config.settings import keys, load_settings
-from assay.runs.metrics import METRICS
 from assay.types import UserError
 
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
@@ -122,7 +121,7 @@ def test_settings_exist(item: Item) -> None:
 KEYS = {key for kind in (TrainConfig, MeasureConfig, ServeConfig) for key, _ in keys(kind)}
 SECTIONS_OF_KEYS = {key.partition(".")[0] for key in KEYS if "." in key}
 NOT_SETTINGS = {"engine.info", "model.safetensors", "train.jsonl", "train.parquet"}
-KINDS_OF_METRICS = {name.partition("/")[0] for part in METRICS.values() for name in part}
+KINDS_OF_METRICS = {name.partition("/")[0] for name in METRICS}
 
 
 def inline(pattern: str) -> list[Item]:

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["bench"] = ALLOWED["build"] - {"integrations"} | {"build"}
 ALLOWED["api"] = ALLOWED["bench"] | {"web"}
-NO_TORCH = {"types", "config", "system", "rewards", "tasks", "envs", "text", "runs", "checks", "web"}
+NO_TORCH = {"types", "config", "system", "rewards", "tasks", "envs", "text", "evals", "runs", "checks", "web"}
 
 
 def package_of(file: Path) -> str:

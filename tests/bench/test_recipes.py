@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from small_run import SmallRuns
 
 from assay.cli.main import main, run_command
-from assay.evals.report import AnswerOutcome, Report
+from assay.evals import AnswerOutcome, Report
 from assay.types import Status, UserError
 
 WORDS = ("--sft.steps", 3, "--sft.batch", 4, "--eval.every", 1, "--train.budget", 27, "--algo.kl_coef", 0.5)

@@ -15,7 +15,7 @@ from metric_rows import CONFIG, names, steps, summary
 from assay.checks import Diagnosis, diagnose, diagnose_run
 from assay.checks.causes import FIRST, LONG
 from assay.checks.diagnosis import problems_needed, record_speed, with_examples
-from assay.evals.stats import mcnemar
+from assay.evals import mcnemar
 from assay.runs import Run
 from assay.runs.directory import RunFiles
 from tests.checks.test_steps import WRONG
@@ -207,7 +207,8 @@ def make_run(folder: Path, name: str, speed: float, samples: int = 4, seconds: f
 
 
 def record(run: Run) -> None:
-    record_speed(run.path, RunFiles(run.path).metrics(), RunFiles(run.path).config())
+    files = RunFiles(run.path)
+    record_speed(files, files.readable_metrics(), files.config())
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from small_run import SmallRuns, gpt2_folder
 
 from assay.cli.main import main
-from assay.evals.stats import mcnemar, wilson
+from assay.evals import mcnemar, wilson
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 from small_run import SmallRuns, preset_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from assay.api.training import SavedRun
 from assay.cli.main import main
 from assay.models import load_model
 from assay.runs import Run, checkpoints
 from assay.text import char_tokenizer
 from assay.text.tokenizer import load_tokenizer
+from assay.types import UserError
 
 
 @pytest.fixture
@@ -192,3 +194,11 @@ def test_options_that_contradict_each_other_are_refused(
     assert lora_runs("export", *[str(source) if word == "SOURCE" else word for word in words]) == 2
     assert message in capsys.readouterr().err and (tmp_path / "taken.gguf").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"source", "taken.gguf"}
+
+
+def test_arguments_of_save_pretrained_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    run = SavedRun(tmp_path / "runs" / "demo")
+    with pytest.raises(UserError, match="a GGUF file has merged weights"):
+        run.save_pretrained(tmp_path / "out", lora="keep", gguf="f16")
+    with pytest.raises(UserError, match="uploads a folder"):
+        run.save_pretrained(tmp_path / "out.gguf", push="me/model")

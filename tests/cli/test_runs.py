@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from scipy.stats import binomtest
 
+from assay.api.inspection import blocks
 from assay.cli import runs
 from assay.cli.main import main
 from assay.runs import Run, write_rollouts
@@ -262,3 +263,8 @@ def test_too_few_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], stder
         assert "at least two runs" in stderr_of(compare(tmp_path, *words))
     make_run(tmp_path, "compare", range(10))
     assert compare(tmp_path, "compare") == 0 and "Results" in capsys.readouterr().out
+
+
+def test_blocks_are_means_on_the_scale_of_all_runs() -> None:
+    assert blocks([0.0, 1.0], (0.0, 1.0)) == "▁█ " and blocks([0.5] * 100, (0.0, 1.0)) == "▅" * 16 + " "
+    assert blocks([3.0, 3.0], (3.0, 3.0)) == "▁▁ " and blocks([1.0], (0.0, 1.0)) == ""

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from metric_names import meaning
+from metric_names import METRICS, meaning
 from small_run import SmallRuns
 
 from assay.config import TrainConfig
-from assay.runs.directory import RunFiles, default_settings, facts_of, flattened
+from assay.runs.directory import RunFiles, default_settings, flattened
 from assay.runs.files import (
     atomic_write,
     from_json,
@@ -29,7 +29,6 @@ from assay.runs.files import (
     to_json,
     write_json,
 )
-from assay.runs.metrics import METRICS
 from assay.types import Status
 
 
@@ -107,7 +106,7 @@ def test_remove_temporaries_keeps_other_files(tmp_path: Path) -> None:
 
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "assay"
-KINDS = {name.partition("/")[0] for part in METRICS.values() for name in part}
+KINDS = {name.partition("/")[0] for name in METRICS}
 METRIC = re.compile(rf"(?:{'|'.join(KINDS)})/[a-z_@]+")
 
 
@@ -115,7 +114,6 @@ def names_in_code() -> set[str]:
     constants = (
         node.value
         for file in SOURCE.rglob("*.py")
-        if file.name != "metrics.py"
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
@@ -128,8 +126,8 @@ def test_every_metric_of_the_program_is_in_the_list() -> None:
 
 
 def test_every_metric_in_the_list_is_written_by_the_program() -> None:
-    source = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file.name != "metrics.py")
-    listed = [name for part in METRICS.values() for name in part if not re.search("[A-Z]", name)]
+    source = "".join(file.read_text() for file in SOURCE.rglob("*.py"))
+    listed = [name for name in METRICS if not re.search("[A-Z]", name)]
     last_parts, words = [name.partition("/")[2] for name in listed], set(re.findall(r"\w+", source))
     assert not [name for name in last_parts if name not in words and not re.search(rf"\b{name}\b", source)]
 
@@ -141,7 +139,7 @@ def test_metrics_of_a_run_have_a_meaning(small: SmallRuns) -> None:
     assert meaning("reward/mena") is None and meaning("status/ok") == meaning("status/NAME")
 
 
-# Runs in which some files cannot be read, and facts about a run
+# Runs in which some files cannot be read
 
 
 def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> N
         b'{"step": 1, "x": "NaN"}\nbroken\n[]\n{"step": "2"}\n{"step": 3}\n{"step": 4, "r'
     )
     files = RunFiles(tmp_path)
-    first, last = files.metrics()
+    first, last = files.readable_metrics()
     assert first["step"] == 1 and first["x"] != first["x"] and last == {"step": 3}
     assert files.problems == ["metrics.jsonl: 2 of 5 lines cannot be read"]  # the incomplete last line is no problem
 
@@ -157,25 +155,6 @@ def test_readable_lines_are_returned_and_the_others_counted(tmp_path: Path) -> N
 def test_folders_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file")
     assert RunFiles(tmp_path).problems == ["rollouts cannot be listed (not a directory)"]
-
-
-def test_a_run_in_progress_is_described_by_its_config_and_metrics() -> None:
-    rows = [
-        {"step": 0, "before/accuracy": 0.25, "before/low": 0.1, "before/high": 0.5},
-        {"step": 4, "reward/mean": 0.5, "sampling/answers": 32.0, "time/wall": 12.5},
-        {"step": 5, "reward/mean": float("nan")},
-    ]
-    facts = facts_of("one", "runs/one", "running", rows, {"seed": 3, "train": {"steps": 9}})
-    assert (facts["state"], facts["steps"], facts["steps_planned"], facts["seed"]) == ("running", 5, 9, 3)
-    assert facts["reward"] == 0.5  # the last finite one
-    assert facts["before"] == {"accuracy": 0.25, "ci95": [0.1, 0.5]} and facts["after"] is None
-    assert facts["wall_s"] == 12.5
-
-
-def test_the_summary_comes_first() -> None:
-    summary = {"task": "mix", "model": "m", "algorithm": "ppo", "seed": 0, "steps": 7, "wall_s": 2.5}
-    facts = facts_of("x", "runs/x", "finished", config={"seed": 3, "task": {"name": "abacus"}}, summary=summary)
-    assert (facts["task"], facts["seed"], facts["steps"], facts["wall_s"]) == ("mix", 0, 7, 2.5)
 
 
 def test_a_config_with_defaults_only_equals_the_default_settings() -> None:

@@ -83,7 +83,7 @@ def test_a_nonfinite_update_is_skipped_counted_and_its_batch_dumped(
         (update,) = json.loads((run / "skipped" / f"step-00000{step}.json").read_text())["updates"]
         assert not math.isfinite(float(update["grad_norm"]))
         assert math.isfinite(float(update["loss"])) == (poison == "gradient")
-        assert update["gradients"] and not update["weights"]
+        assert update["gradients"] and not update["weights"] and update["what"] == what
     state = json.loads((small.checkpoint(6) / "state.json").read_text())
     assert state["skipped"] == 0
 

@@ -10,12 +10,11 @@ import pytest
 from scipy.stats import binomtest
 from web_parts import answer, group_of, make_run, prompt_of
 
-from assay.evals.report import Report
-from assay.evals.report import compare as compare_reports
+from assay.evals import Report
+from assay.evals import compare as compare_reports
 from assay.runs import write_rollouts
 from assay.runs.rollouts import read_lines
 from assay.types import Group, Status
-from assay.web.comparison import blocks
 from assay.web.data import RunView, ViewError, compare
 from assay.web.table import CompareQuery, change_of, paired
 
@@ -148,11 +147,3 @@ def test_kinds_of_change() -> None:
     assert [change_of(*pair) for pair in ((0, 1), (1, 0.5), (1, 1), (0.25, 0.25), (1 / 3, 1 / 3 + 1e-12))] == [
         *("gained", "lost", "same_correct", "same_wrong", "same_wrong")
     ]
-
-
-# Tables that compare runs
-
-
-def test_blocks_are_means_on_the_scale_of_all_runs() -> None:
-    assert blocks([0.0, 1.0], (0.0, 1.0)) == "▁█ " and blocks([0.5] * 100, (0.0, 1.0)) == "▅" * 16 + " "
-    assert blocks([3.0, 3.0], (3.0, 3.0)) == "▁▁ " and blocks([1.0], (0.0, 1.0)) == ""

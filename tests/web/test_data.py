@@ -262,7 +262,12 @@ def test_damaged_files_are_shown_as_far_as_possible(view: RunView) -> None:
     third.write_text("\n".join(third.read_text().splitlines()[:-1]) + '\n{"half')
     detail = view.detail()
     assert len(shortened(detail["problems"] * 10)) == 21
-    parts = ("config.toml cannot", "001.npz is missing", "002.npz cannot be read", "003.jsonl, line 4: is incomplete")
+    parts = (
+        "config.toml is not valid TOML",
+        "001.npz is missing",
+        "002.npz cannot be read",
+        "003.jsonl, line 4: is incomplete",
+    )
     for part in parts:
         assert sum(part in problem for problem in detail["problems"]) == 1, part
     assert listed(view)["total"] == 11

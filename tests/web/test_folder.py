@@ -12,7 +12,10 @@ import pytest
 from web_parts import CONFIG
 
 from assay.runs import Run
-from assay.web.folder import MAX_DEPTH, RunFolder
+from assay.runs.directory import MAX_DEPTH
+from assay.web.folder import RunFolder
+
+DEEP = b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1)
 
 
 @pytest.fixture
@@ -115,13 +118,13 @@ def test_a_long_run_is_read_in_limited_memory_without_losing_peaks(path: Path, m
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("config.toml", b"= broken", "config.toml cannot be read"),
+        ("config.toml", b"= broken", "config.toml is not valid TOML"),
         ("config.toml", None, "config.toml is missing"),
-        ("config.toml", b"\xff\xfe", "config.toml cannot be read"),
-        ("summary.json", b'{"steps": 3', "summary.json cannot be read"),
-        ("summary.json", b"[]", "summary.json does not contain an object"),
-        ("environment.json", b"[" * 100_000, "environment.json cannot be read"),
-        ("status.json", b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1), "status.json is nested too deeply"),
+        ("config.toml", b"\xff\xfe", "config.toml is not valid TOML"),
+        ("summary.json", b'{"steps": 3', "summary.json is not valid JSON"),
+        ("summary.json", b"[]", "summary.json is not valid JSON (it does not contain an object)"),
+        ("environment.json", b"[" * 100_000, "environment.json is not valid JSON"),
+        ("status.json", DEEP, "status.json is not valid JSON (it is nested too deeply)"),
     ],
 )
 def test_a_damaged_file_is_named_and_the_others_are_read(
@@ -134,6 +137,25 @@ def test_a_damaged_file_is_named_and_the_others_are_read(
     facts, problems = RunFolder(path).facts()
     assert [text.startswith(problem) for text in problems] == [True]
     assert facts["steps"] == 3
+
+
+def test_a_run_in_progress_is_described_by_its_config_and_metrics(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "one", "seed = 3\ntrain.steps = 9") as run:
+        run.log(0, {"before/accuracy": 0.25, "before/low": 0.1, "before/high": 0.5})
+        run.log(4, {"reward/mean": 0.5, "sampling/answers": 32.0, "time/wall": 12.5})
+        run.log(5, {"reward/mean": float("nan")})
+        facts, _ = RunFolder(run.path).facts()
+    assert (facts["state"], facts["steps"], facts["steps_planned"], facts["seed"]) == ("running", 5, 9, 3)
+    assert facts["reward"] == 0.5  # the last finite one
+    assert facts["before"] == {"accuracy": 0.25, "ci95": [0.1, 0.5]} and facts["after"] is None
+    assert facts["wall_s"] == 12.5
+
+
+def test_the_summary_comes_before_the_config(path: Path) -> None:
+    summary = {"task": "mix", "model": "m", "algorithm": "ppo", "seed": 0, "steps": 3, "wall_s": 2.5}
+    (path / "summary.json").write_text(json.dumps(summary))
+    facts, _ = RunFolder(path).facts()
+    assert {name: facts[name] for name in summary} == summary
 
 
 def test_values_of_unexpected_types_are_left_out(path: Path) -> None:
@@ -163,23 +185,18 @@ def test_links_out_of_the_folder_are_refused(path: Path, tmp_path: Path) -> None
             folder.read(name)
 
 
-def test_other_packages_do_not_get_links_and_pipes(path: Path, tmp_path: Path) -> None:
+def test_links_and_pipes_among_the_rollouts_are_not_read(path: Path, tmp_path: Path) -> None:
     (path / "rollouts").mkdir()
     folder = RunFolder(path)
-    folder.check_regular()
-    (path / "inside").symlink_to(path / "config.toml")
-    folder.check_regular()
-    (tmp_path / "secret.jsonl").write_text("{}")
-    link = path / "rollouts" / "step-000001.jsonl"
+    (tmp_path / "secret.jsonl").write_text("{}\n")
+    link, pipe = (path / "rollouts" / name for name in ("step-000001.jsonl", "step-000002.jsonl"))
     link.symlink_to(tmp_path / "secret.jsonl")
-    with pytest.raises(OSError, match="leads out"):
-        folder.check_regular()
-    link.unlink()
-    os.mkfifo(path / "rollouts" / "pipe")
-    with pytest.raises(OSError, match="not a regular file"):
-        folder.read("rollouts/pipe")  # would wait forever
-    with pytest.raises(OSError, match="not a regular file"):
-        folder.check_regular()
+    os.mkfifo(pipe)
     (path / "evals").symlink_to(tmp_path)
-    with pytest.raises(OSError):
-        folder.check_regular()
+    assert [*folder.lines(link), *folder.lines(pipe)] == [] and folder.names("evals") == []
+    assert folder.problems == [
+        "rollouts/step-000001.jsonl is a link that leads out of the run folder",
+        "rollouts/step-000002.jsonl is a named pipe",  # which would wait forever
+        "evals is a link that leads out of the run folder",
+    ]
+    assert folder.problems[-1] in folder.facts()[1]

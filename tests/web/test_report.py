@@ -183,7 +183,7 @@ def test_pipes_and_links_that_lead_out_of_the_run_are_not_read(tmp_path: Path, k
     else:
         (path / "metrics.jsonl").symlink_to(tmp_path / "outside.jsonl")
     elements = Elements(write_report(path)[0])
-    assert "the doctor cannot read this run (Refused: metrics.jsonl is" in elements.text
+    assert "metrics.jsonl is" in elements.text
     assert "Best answers" in elements.texts["h2"]
 
 

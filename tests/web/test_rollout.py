@@ -87,9 +87,8 @@ def test_numbers_that_are_not_finite_are_none() -> None:
 @pytest.mark.parametrize(
     ("updates", "told"),
     [
-        ([{"loss": 1.0, "weights": ["layer.0"]}], "an update was skipped, because the weight layer.0 is not finite"),
-        ([{"loss": "NaN"}, {}], "2 updates were skipped, because the loss is not finite"),
-        ([{"loss": 0.5, "grad_norm": "Infinity"}], "an update was skipped, because the gradient is not finite"),
+        ([{"what": "the loss"}], "an update was skipped, because the loss is not finite"),
+        ([{"what": "the gradient"}] * 2, "2 updates were skipped, because the gradient is not finite"),
         (None, "its update was skipped"),
         (["x"], "its update was skipped"),
     ],

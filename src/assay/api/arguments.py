@@ -175,6 +175,7 @@ OF_PEFT |= {"peft_version", "base_model_name_or_path", "revision", "runtime_conf
 LARGEST_SHARE = 0.5  # of rows that may be held out
 TOO_FEW = "data has too few rows to hold out some for validation and test: give at least 3, or pass eval_data"
 HELD_OUT = 0.1, 500  # share and number of rows held out for the test, and as many for validation
+descriptions: dict[str, str] = {}  # what rows of this program are used for, by the path of their file
 
 
 def model_source(model: Any, tokenizer: Any = None, runs_dir: str | Path = "runs") -> str:
@@ -307,7 +308,9 @@ def task_settings(
         raise UserError("data has several splits already: a share cannot be held out of it; leave out eval_data")
     if "all" in splits:
         args["val_size"] = held_out(len(splits["all"]), share)
-    return {"task": {"name": task or "jsonl", "path": str(_write_rows(splits, Path(runs_dir))), "args": args}}
+    path = str(_write_rows(splits, Path(runs_dir)))
+    descriptions[path] = describe_rows(splits, args.get("val_size", 0))
+    return {"task": {"name": task or "jsonl", "path": path, "args": args}}
 
 
 def held_out(rows: int, share: float | None) -> int:
@@ -384,22 +387,11 @@ def _line(row: Mapping[str, Any], index: int) -> str:
         raise UserError(f"row {index} cannot be written as JSON ({error})") from None
 
 
-def describe_rows(settings: Mapping[str, Any], runs_dir: str | Path) -> str:
-    """What rows of a program are used for; empty for other data."""
-    task = settings.get("task", {})
-    path, held = Path(task.get("path", "")), task.get("args", {}).get("val_size")
-    if path.parent != Path(runs_dir) / FOLDER:
-        return ""
-    if path.is_file() and held is not None:
-        rest = count_lines(path) - 2 * held
+def describe_rows(splits: Mapping[str, Sequence[Any]], held: int) -> str:
+    """What rows of a program are used for. `held`: rows for validation, and as many for the test."""
+    if "all" in splits:
+        rest = len(splits["all"]) - 2 * held
         return f"{plural(rest, 'row')} to train on; {held} each for validation and test, held out at random"
-    sizes = [f"{plural(count_lines(file), 'row')} in the {file.stem} split" for file in sorted(path.glob("*.jsonl"))]
-    carved = held if held is not None else "up to a tenth of train"
-    return ", ".join(sizes) + f"; validation: {carved}, held out at random" * (
-        not (path / "validation.jsonl").is_file()
-    )
-
-
-def count_lines(file: Path) -> int:
-    with file.open("rb") as opened:
-        return sum(1 for _ in opened)
+    sizes = ", ".join(f"{plural(len(rows), 'row')} in the {split} split" for split, rows in sorted(splits.items()))
+    carved = "; validation: up to a tenth of train, held out at random"
+    return sizes if "validation" in splits else sizes + carved

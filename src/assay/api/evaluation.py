@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from assay.api.arguments import SHORT_FOR_EVAL, overrides_of, python_errors, reward_settings, settings_of, task_settings
 from assay.api.models import Generation, LoadedModel, source_of
-from assay.api.notebook import Entries, html_table, new_console
+from assay.api.notebook import html_table, new_console
 from assay.build.measure import (
     Measured,
     ScoreConfig,
@@ -31,7 +31,7 @@ from assay.tasks.sources import DataRow, read_rows
 from assay.types import Status, UserError, Verdict, plural
 
 if TYPE_CHECKING:
-    from assay.evals.report import Report
+    from assay.evals import Report
     from assay.types import Group
 
 SHORT = {**SHORT_FOR_EVAL, "examples": "eval.final_examples"}
@@ -103,7 +103,7 @@ class Evaluation:
         return html_table(columns, rows, title)
 
 
-class Evaluations(Entries[Evaluation]):
+class Evaluations(list[Evaluation]):
     """Several models on the same problems; each is compared with the first one (`Evaluation.paired`)."""
 
     def to_dict(self) -> list[dict[str, Any]]:

@@ -1,18 +1,16 @@
-"""Objects for notebooks: progress that is updated in place, pictures, and lists that are shown as tables."""
+"""Objects for notebooks: progress that is updated in place, pictures, and tables."""
 
 from __future__ import annotations
 
 import base64
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from assay.runs.console import Console, Operation, make_console
 
-T = TypeVar("T")
 PAUSE_S = 0.3  # between two updates of the display
 
 
@@ -20,26 +18,6 @@ def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
-
-
-class Entries(Sequence[T], ABC):
-    """Results as a list, which a notebook shows as a table."""
-
-    def __init__(self, entries: Iterable[T]) -> None:
-        self._entries = tuple(entries)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @abstractmethod
-    def _repr_html_(self) -> str: ...
 
 
 class Picture:

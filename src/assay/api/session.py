@@ -23,7 +23,7 @@ from assay.api.arguments import (
     SHORT,
     TOKENIZER,
     TOO_FEW,
-    describe_rows,
+    descriptions,
     lora_settings,
     model_source,
     overrides_of,
@@ -150,7 +150,7 @@ class Session:
 
     @contextmanager
     def _lifetime(self) -> Iterator[None]:
-        from assay.build.run import carried_out, check_updates
+        from assay.build.run import carried_out
 
         training, console = self.training, self._console
         with self._held, console_warnings(console), carried_out(training, console, resume_call):
@@ -158,9 +158,6 @@ class Session:
             yield
             self.summary = training.finish()
             show_findings(self.summary, console)
-        training.mesh.close()
-        if self.summary:
-            check_updates(training)
 
     def _buffer(self) -> ReplayBuffer:
         """The replay buffer of the run, which checkpoints contain. It is created even if the settings do not use it."""
@@ -383,7 +380,7 @@ def open_training(
             if resume is None
             else held.enter_context(resumed(str(resume), runs_dir, overrides, console, trust))
         )
-    if text := describe_rows(rows, runs_dir):
+    if text := descriptions.get(rows.get("task", {}).get("path", "")):
         training.state.facts["data"] = text
         console.note(f"data: {text}")
     training.callbacks = hooks

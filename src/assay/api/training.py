@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from assay.api.arguments import python_errors
-from assay.api.notebook import Entries, Picture, html_paragraph, html_table, in_notebook, new_console
+from assay.api.notebook import Picture, html_paragraph, html_table, in_notebook, new_console
 from assay.api.session import console_warnings, open_training, resume_call, show_findings
 from assay.runs import Run, checkpoints
 from assay.runs.console import FINAL_LABELS, Console, percent
@@ -101,17 +101,14 @@ def sft(
 @python_errors()
 def _run(config: str | Path | None, **arguments: Any) -> SavedRun:
     training, console, held = open_training(config, **arguments)
-    from assay.build.run import carried_out, check_updates
+    from assay.build.run import carried_out
     from assay.models.device import release_memory
     from assay.training.loop import train as run_loop
 
     path, stopping = training.path, training.stopping
     try:
         with held, console_warnings(console), carried_out(training, console, resume_call):
-            summary = run_loop(training)
-        training.mesh.close()
-        if summary:
-            check_updates(training)
+            run_loop(training)
     except KeyboardInterrupt:
         # The program continues in a notebook, or if a callback requested the stop.
         if not (in_notebook() or stopping.by_program):
@@ -164,7 +161,7 @@ class SavedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Metrics of every step and evaluation; `pandas.DataFrame(run.metrics)` makes a table of them."""
-        return self._files.metrics()
+        return self._files.readable_metrics()
 
     @property
     def steps(self) -> list[int]:
@@ -235,7 +232,7 @@ class SavedRun:
         dest: str | Path,
         at: str | int = "last",
         *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16"] | None = None,
         gguf: Literal["f16", "q8_0"] | None = None,
         lora: Literal["merge", "keep"] = "merge",
         push: str | None = None,
@@ -246,7 +243,7 @@ class SavedRun:
         Args:
             dest: New folder, or new file NAME.gguf.
             at: Step of the checkpoint, "last" or "best".
-            dtype: Of the weights in a folder.
+            dtype: Of the weights in a folder. Default: float32.
             gguf: Write GGUF with these weights instead.
             lora: Merge the adapters of a run with LoRA into the weights, or keep them as a PEFT folder.
             push: OWNER/NAME on the Hugging Face hub to upload the folder to.
@@ -311,7 +308,7 @@ class SavedRun:
         return "".join(parts) + (Picture(picture).html() if picture.is_file() else "")
 
 
-class Rollouts(Entries[Group]):
+class Rollouts(list[Group]):
     """The groups of a step: answers to one prompt each, with verdicts, rewards and advantages."""
 
     def __init__(self, groups: Sequence[Group], run: SavedRun) -> None:
@@ -345,7 +342,7 @@ class Rollouts(Entries[Group]):
         return html_table(head, rows[:SHOWN_ROLLOUTS], repr(self) + more)
 
 
-class Tokens(Entries[dict[str, Any]]):
+class Tokens(list[dict[str, Any]]):
     """The tokens of a rollout: text, id, whether it is trained, log-probabilities of engine and trainer, advantage."""
 
     def __init__(self, rollout: Rollout, run: SavedRun) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from assay import __version__
 from assay.runs.environment import cpu_model, memory_gib, usable_cores, version_of
-from assay.runs.files import json_object, write_text
+from assay.runs.files import json_object, reported, write_text
 from assay.types import UserError
 
 
@@ -166,7 +166,5 @@ def json_lines(path: Path, names: set[str], value: str) -> Iterator[Row]:
 
 def write(path: Path, content: Facts) -> None:
     """Write atomically: a failure leaves an existing file unchanged."""
-    try:
+    with reported(path, "give another --json file"):
         write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None

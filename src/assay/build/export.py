@@ -15,13 +15,15 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, FileSystemLoader
+
 from assay.config.settings import toml_value
 from assay.runs import checkpoints, rollouts
 from assay.runs.console import Console, count, finite, one_line
 from assay.runs.directory import RunFiles, changed_settings, flattened, is_run, setting
 from assay.runs.environment import versions
 from assay.runs.files import rename, sync_tree
-from assay.runs.resolve import load_resolved
+from assay.runs.resolve import PREFIX, load_resolved
 from assay.types import UserError, describe_error, hide_credentials, plural
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Export:
 
 def export(options: Export, console: Console) -> dict[str, Any]:
     """Carry out an export; returns facts about it."""
+    check_options(options)
     check_destination(options.dest)
     repository = None
     if options.push and options.lora == "keep":
@@ -80,6 +83,19 @@ def is_gguf(options: Export) -> bool:
 
 def is_file(dest: Path) -> bool:
     return dest.suffix.lower() == ".gguf"
+
+
+def check_options(options: Export) -> None:
+    if options.dtype and (is_gguf(options) or options.lora == "keep"):
+        raise UserError("--dtype is for Hugging Face folders: remove it, or remove --gguf and --lora keep")
+    if options.lora == "keep" and is_gguf(options):
+        raise UserError("a GGUF file has merged weights: remove --lora keep, or export to a folder without --gguf")
+    if options.lora == "keep" and not options.source.startswith(PREFIX):
+        raise UserError(f"--lora keep is for runs with LoRA (run:NAME@best), not for {options.source}")
+    if options.push and is_file(options.dest):
+        raise UserError(f"--push uploads a folder: give a folder and --gguf f16 or q8_0 instead of {options.dest}")
+    if options.private and not options.push:
+        raise UserError("--private is for --push OWNER/NAME: add it, or remove --private")
 
 
 def check_destination(dest: Path) -> None:
@@ -249,9 +265,10 @@ def agreement(expected: Greedy, file: Path) -> str:
     )
 
 
-# The model card: README.md with results, settings, versions and how to load the model
+# The model card: README.md with results, settings, versions and how to load the model (model_card.md.jinja)
 
 MAX_CELL = 200
+SHOWN = {"model": "model.source", "task": "task.name", "recipe": "algo.recipe"}  # settings in its first line
 
 
 @dataclass(frozen=True)
@@ -270,24 +287,16 @@ class Contents:
 
 def model_card(contents: Contents, run_path: Path | None = None, step: int = 0) -> str:
     """`run_path`, `step`: the checkpoint, if the model comes from a run."""
-    sections = [front_matter(contents, run_path), f"# {contents.title}"]
-    if run_path is None:
-        sections.append(f"Exported with [assay](https://pypi.org/project/assay-rl) from `{contents.source}`.")
-    else:
-        sections += run_sections(RunFiles(run_path), step)
-    sections += ["## Files", "\n".join([f"{contents.files}.", *(f"\n{note}." for note in contents.notes)])]
-    sections += ["## Use", usage(contents), "## Versions of the export", version_list(contents.versions)]
-    return "\n\n".join(sections) + "\n"
-
-
-def front_matter(contents: Contents, run_path: Path | None) -> str:
-    library = "peft" if contents.base else "gguf" if contents.file else "transformers"
-    lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
-    base = contents.base or (hub_id(setting(RunFiles(run_path).config(), "model.source")) if run_path else "")
-    if base:
-        lines.append(f"base_model: {toml_value(base)}")
-    tags = ["assay", *(["reinforcement-learning", "rlvr"] if run_path else [])]
-    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"toml": toml_value, "code": code, "fenced": fenced, "listed": listed}
+    run = None if run_path is None else run_facts(RunFiles(run_path), step)
+    base = contents.base or (hub_id(run["model"]) if run else "")
+    return made.get_template("model_card.md.jinja").render(contents=contents, base=base, run=run)
 
 
 def hub_id(source: Any) -> str:
@@ -296,24 +305,26 @@ def hub_id(source: Any) -> str:
     return source if is_hub else ""
 
 
-def run_sections(files: RunFiles, step: int) -> list[str]:
-    config, summary = files.config(), files.document("summary.json")
+def run_facts(files: RunFiles, step: int) -> dict[str, Any]:
+    """What the card says about the run."""
+    config, versions = files.config(), setting(files.document("environment.json"), "versions")
     flat = flattened(config)
-    task, recipe, model = (flat.get(key, "") for key in ("task.name", "algo.recipe", "model.source"))
-    trained = (
-        f"Trained with assay from {code(model)} on the task {code(task)} ({code(recipe)}), {plural(step, 'step')}."
-    )
-    sections = [trained, "## Results", results(files, summary, step)]
-    lines = [f"{key} = {toml_value(value)}" for key, value, _ in changed_settings(config)]
-    environment = files.document("environment.json").get("versions")
-    sections += ["## Settings", "Settings of the run that differ from the defaults:", fenced("toml", lines)]
-    if isinstance(environment, dict):
-        sections += ["## Versions of the training", version_list(environment)]
-    return sections
+    rows, test = results(files, files.document("summary.json"), step)
+    return {
+        **{key: flat.get(name, "") for key, name in SHOWN.items()},
+        "steps": plural(step, "step"),
+        "results": rows,
+        "test": test,
+        "settings": [f"{key} = {toml_value(value)}" for key, value, _ in changed_settings(config)],
+        "versions": versions if isinstance(versions, dict) else {},
+    }
 
 
-def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> str:
-    """Accuracies that belong to the exported step: of the summary, if it is the first or last, else of validation."""
+def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> tuple[list[dict[str, Any]], str]:
+    """Accuracies that belong to the exported step: of the summary, if it is the first or last, else of validation.
+
+    Also what is known about their difference.
+    """
     rows = []
     before, after, paired = (summary.get(key) or {} for key in ("before", "after", "paired"))
     split, name = summary.get("split"), f"after {plural(step, 'step')}"
@@ -323,47 +334,27 @@ def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> str:
     if is_final:
         rows.append(cells(name, split, after["accuracy"], after["ci95"], after["n"]))
     elif evaluated := [
-        row for row in files.metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None
+        row for row in files.readable_metrics() if row["step"] == step and finite(row, "eval/accuracy") is not None
     ]:
         row = evaluated[-1]
         ends = [row.get("eval/low"), row.get("eval/high")]
-        rows.append(cells(name, "validation during training", row["eval/accuracy"], ends, None))
-    if not rows:
-        return "The run has no evaluation of these weights."
-    table = ["| | split | accuracy | 95 % interval | problems |", "|---|---|---|---|---|", *rows]
+        rows.append(cells(name, "validation during training", row["eval/accuracy"], ends))
     if is_final and paired:
         gain, changed = after["accuracy"] - before["accuracy"], f"{paired['gained']} gained, {paired['lost']} lost"
         test = f"{100 * gain:+.1f} points on the same problems: {changed}, paired p = {paired['p_value']:.2g}."
-        table += ["", f"{test} One run with one seed."]
-    elif not is_final and step:
-        table += ["", "These weights were not evaluated after the training: there is no paired test."]
-    return "\n".join(table)
+        return rows, f"{test} One run with one seed."
+    if rows and step and not is_final:
+        return rows, "These weights were not evaluated after the training: there is no paired test."
+    return rows, ""
 
 
-def cells(name: str, split: Any, accuracy: float, ends: Sequence[Any], problems: int | None) -> str:
+def cells(name: str, split: Any, accuracy: float, ends: Sequence[Any], problems: object = "") -> dict[str, Any]:
     known = all(isinstance(end, int | float) for end in ends)
     interval = " to ".join(f"{100 * end:.1f}" for end in ends) + " %" if known else ""
-    return f"| {name} | {split} | {100 * accuracy:.1f} % | {interval} | {'' if problems is None else problems} |"
+    return {"name": name, "split": split, "accuracy": accuracy, "interval": interval, "problems": problems}
 
 
-def usage(contents: Contents) -> str:
-    location = toml_value(contents.location)
-    if contents.file:
-        chat = f"assay chat {contents.file}"
-        return fenced("bash", [chat, f"llama-cli -m {contents.file}  # if the notes above do not exclude it"])
-    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    model = [f"model = AutoModelForCausalLM.from_pretrained({location})"]
-    if contents.base:
-        imports.insert(0, "from peft import PeftModel")
-        model = [
-            f"base = AutoModelForCausalLM.from_pretrained({contents.base!r})",
-            f"model = PeftModel.from_pretrained(base, {location})",
-        ]
-    code = fenced("python", [*imports, *model, f"tokenizer = AutoTokenizer.from_pretrained({location})"])
-    return code if contents.base else f"{code}\n\nWith assay: `assay chat {contents.location}`."
-
-
-def version_list(versions: Mapping[str, Any]) -> str:
+def listed(versions: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
@@ -372,7 +363,7 @@ def code(text: Any) -> str:
     return f"`{shown}`" if shown else "unknown"
 
 
-def fenced(language: str, lines: Sequence[str]) -> str:
+def fenced(lines: Sequence[str], language: str) -> str:
     """A block of code; the fence is longer than any in the lines."""
     text = hide_credentials("\n".join(lines))
     fence = "```"

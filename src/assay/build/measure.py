@@ -29,7 +29,7 @@ from assay.types import Prompt, Status, UserError, plural
 
 if TYPE_CHECKING:  # torch is imported when a model is loaded
     from assay.engine import BaseEngine
-    from assay.evals.report import Report
+    from assay.evals import Report
     from assay.text import Renderer
     from assay.types import Group
 
@@ -166,7 +166,7 @@ def measure_models(
     from assay.build.models import build_server
     from assay.build.problems import build_problems
     from assay.envs import Env
-    from assay.evals.report import compare
+    from assay.evals import compare
 
     task = build_problems(cfg.task, cfg.env)
     if data and not task.has_all and cfg.eval.final_split == "all":
@@ -224,7 +224,7 @@ def measure(
     """Sample and judge the answers of one model."""
     from assay.build.models import build_collector
     from assay.build.problems import unknown_prompt_words
-    from assay.evals.report import evaluate
+    from assay.evals import evaluate
     from assay.integrations.openai import OpenAIEngine
     from assay.rollout import sampling_params
 

@@ -2,8 +2,8 @@
 
 Both call `assemble`, which builds every component and checks the inputs. So does a dry run (see `dry_run`).
 
-`carried_out` explains how a run ends: errors as one line with the call that resumes it, and stop requests.
-`check_updates` finds runs whose updates were all skipped.
+`carried_out` explains how a run ends: errors as one line with the call that resumes it, stop requests, and a complete
+run whose updates were all skipped.
 """
 
 from __future__ import annotations
@@ -45,14 +45,7 @@ from assay.build.problems import (
     take,
 )
 from assay.build.trust import extend_trust, remember_trust
-from assay.checks.settings import (
-    PRESET,
-    check_judge,
-    check_settings,
-    check_sizes,
-    data_problems,
-    settings_problems,
-)
+from assay.checks.settings import PRESET, check_judge, check_settings, check_sizes, data_problems, settings_problems
 from assay.config import CLUSTER_MEMBER, RewardConfig, TrainConfig
 from assay.config.settings import to_toml
 from assay.engine.base import BaseEngine
@@ -479,9 +472,8 @@ def reopened(path: Path, before: TrainConfig, cfg: TrainConfig, console: Console
 
 @contextmanager
 def carried_out(training: TrainingRun, console: Console, resume: Callable[[TrainingRun], str]) -> Iterator[None]:
-    """Hold the resources of a run during the block, and explain how it ended if that was not as planned.
-
-    `resume`: what the user writes to resume the run.
+    """Hold the resources of a run during the block, which finishes it, and explain how it ended if that was not as
+    planned. `resume`: what the user writes to resume the run.
     """
     try:
         with training.active():
@@ -509,6 +501,9 @@ def carried_out(training: TrainingRun, console: Console, resume: Callable[[Train
         raise UserError(f"{what}: {remedy} and resume with: {resume(training)} (checkpoints are intact)") from error
     finally:
         console.stop()
+    training.mesh.close()
+    if training.mesh.is_main:
+        check_updates(training)
 
 
 def check_updates(training: TrainingRun) -> None:

@@ -207,19 +207,19 @@ WORK = (
 MACHINE_FACTS = ("host", "cpu", "usable_cores", "gpus")
 
 
-def record_speed(path: Path, rows: Sequence[Row], config: Mapping[str, Any]) -> None:
+def record_speed(files: RunFiles, rows: Sequence[Row], config: Mapping[str, Any]) -> None:
     """Store the throughput of a finished run if it is the best so far. Without a cache directory, do nothing."""
-    speed, file = measured(rows), cache_file(path, config)
+    speed, file = measured(rows), cache_file(files, config)
     if speed is None or file is None or speed <= best_speed(file):
         return
     with suppress(OSError):
         make_folder(file.parent)
-        write_json(file, {"tokens_per_s": speed, "run": path.resolve().name})
+        write_json(file, {"tokens_per_s": speed, "run": files.path.resolve().name})
 
 
-def slower_than_best(path: Path, rows: Sequence[Row], config: Mapping[str, Any]) -> Diagnosis | None:
+def slower_than_best(files: RunFiles, rows: Sequence[Row], config: Mapping[str, Any]) -> Diagnosis | None:
     """A run that is much slower than the best one with the same work."""
-    speed, file = measured(rows), cache_file(path, config)
+    speed, file = measured(rows), cache_file(files, config)
     if speed is None or file is None or speed >= SLOW * (best := best_speed(file)):
         return None
     run = read_json(file).get("run")
@@ -235,9 +235,9 @@ def best_speed(file: Path) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def cache_file(path: Path, config: Mapping[str, Any]) -> Path | None:
+def cache_file(files: RunFiles, config: Mapping[str, Any]) -> Path | None:
     """Named after a hash of machine and work; None if the machine of the run is not known."""
-    environment = read_json(path / "environment.json")
+    environment = files.document("environment.json")
     last = (environment.get("resumed") or [environment])[-1]
     machine = {key: setting(last, f"machine.{key}") for key in MACHINE_FACTS}
     if machine["host"] is None:
@@ -327,7 +327,7 @@ def diagnose_files(
     `rows` (of metrics.jsonl), `config`, `summary`: read from the files unless they are given. `leakage`: also compare
     the prompts of training and evaluations.
     """
-    rows = files.metrics() if rows is None else rows
+    rows = files.readable_metrics() if rows is None else rows
     config = files.config() if config is None else config
     summary = files.document("summary.json") or None if summary is None else summary
     found: list[Diagnosis] = []
@@ -339,7 +339,7 @@ def diagnose_files(
             files.add_problem(f"some rules cannot be applied: a file has unexpected values ({describe_error(error)})")
 
     attempt(lambda: diagnose(rows, config, summary))
-    attempt(lambda: [slower_than_best(files.path, rows, config)])
+    attempt(lambda: [slower_than_best(files, rows, config)])
     if leakage:
         attempt(lambda: [shared_prompts(files, config)])
     return [with_examples(cause, files) for cause in ranked(found)]

@@ -1,7 +1,4 @@
-"""`assay bench`: speed and memory of generation, of training steps and of episodes.
-
-Results are written after each measurement, so that an interrupted benchmark keeps the finished ones.
-"""
+"""Measure generation, training and episodes on this machine, with random weights or a given model."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from assay.bench.workload import (
 from assay.runs.console import Console
 from assay.types import Progress, UserError, plural
 
-HELP = "Measure generation, training and episodes on this machine, with random weights or a given model."
 ENGINE_HELP = "measure generation: tokens per second, memory, start-up time, agreement with the trainer"
 STEP_HELP = "measure training: seconds per GRPO step by parts, memory, tokens per second"
 EPISODES_HELP = "measure episodes: engine steps when each continues at its own pace, and when all wait for each other"
@@ -223,7 +219,10 @@ def run_episodes(args: argparse.Namespace) -> int:
 def run_jobs(
     args: argparse.Namespace, jobs: Sequence[Job], words: Sequence[str], smaller: str, peers: Sequence[Any] = ()
 ) -> Rows:
-    """Run all jobs and return their rows. `words` is the command; `smaller` names options that need less memory."""
+    """Run all jobs and return their rows. They are written after each job: an interrupted benchmark keeps them.
+
+    `words` is the command; `smaller` names options that need less memory.
+    """
     import torch
 
     from assay.bench.results import describe_machine, describe_versions, earlier_rows, save, with_ratios

@@ -1,4 +1,14 @@
-"""`assay chat`: talk to one or several models, in a terminal or from a script, and have answers graded."""
+"""Talk to one or several models. /help in the chat lists its commands, e.g. /task, which grades the answers.
+
+Several models answer the same questions side by side, each with its own history. A checkpoint of a run uses the
+task, environment, prompt and length settings of the run; with --config, all models use the settings of a training
+config. What the environment inserts, such as a calculator's results, is dimmed. The same questions with the same
+--seed give the same answers.
+  assay chat run:demo@0 run:demo@last
+  assay chat Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 3 + 4?" --temperature 0
+  assay chat run:demo@best --samples 8 --prompt "/task abacus 17"
+Questions can also be piped in, one per line. As with --prompt, the exit code is then 2 if one was not answered.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +29,6 @@ from assay.types import UserError
 if TYPE_CHECKING:
     from assay.cli.chat_screen import ChatModel
     from assay.cli.chat_session import TaskQuestions
-
-HELP = """Talk to one or several models. /help in the chat lists its commands, e.g. /task, which grades the answers.
-
-Several models answer the same questions side by side, each with its own history. A checkpoint of a run uses the
-task, environment, prompt and length settings of the run; with --config, all models use the settings of a training
-config. What the environment inserts, such as a calculator's results, is dimmed. The same questions with the same
---seed give the same answers.
-  assay chat run:demo@0 run:demo@last
-  assay chat Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 3 + 4?" --temperature 0
-  assay chat run:demo@best --samples 8 --prompt "/task abacus 17"
-Questions can also be piped in, one per line. As with --prompt, the exit code is then 2 if one was not answered."""
 
 
 class ChatSampling(EvalConfig):

@@ -20,7 +20,7 @@ from assay.engine.base import BaseEngine, Request, SamplingParams
 from assay.engine.client import EngineClient, connect, run_sync
 from assay.envs import Env
 from assay.envs.base import Info, Observation, Step, as_messages
-from assay.evals.stats import pass_at_k
+from assay.evals import pass_at_k
 from assay.rollout import Limits, with_stops
 from assay.rollout.episodes import Episode, EpisodeRules, GroupPlayer
 from assay.runs.console import one_line, printable, raw_stream

@@ -1,7 +1,10 @@
-"""`assay completion`: a script that completes commands, options, settings and their values in a shell.
+"""Print a script that completes commands, options and settings. To install it:
 
-The script contains all words, so that completion does not start Python. argcomplete starts it for every completion, and
-neither it nor shtab knows the settings.
+  bash: assay completion bash > ~/.local/share/bash-completion/completions/assay
+  zsh:  assay completion zsh > _assay, in a folder of $fpath
+  fish: assay completion fish > ~/.config/fish/completions/assay.fish
+
+Repeat this after an update of assay.
 """
 
 from __future__ import annotations
@@ -13,13 +16,8 @@ from dataclasses import dataclass, field
 from assay.cli.main import COMMANDS, accepted_names, make_parser
 from assay.config.settings import keys
 
-HELP = """Print a script that completes commands, options and settings. To install it:
-
-  bash: assay completion bash > ~/.local/share/bash-completion/completions/assay
-  zsh:  assay completion zsh > _assay, in a folder of $fpath
-  fish: assay completion fish > ~/.config/fish/completions/assay.fish
-
-Repeat this after an update of assay."""
+# The script contains all words, so that completion does not start Python. argcomplete starts it for every completion,
+# and neither it nor shtab knows the settings.
 
 
 @dataclass

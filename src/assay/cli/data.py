@@ -1,4 +1,4 @@
-"""`assay data`: write the problems of a task to files, print some, check gold answers and overlap of splits."""
+"""Prepare, show or check the problems of a task."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any
 
 from assay.cli.score import add_sandbox_arguments
 from assay.rewards import JudgePool
-from assay.runs.files import json_line, print_json, write_text
+from assay.runs.files import json_line, print_json, reported, write_text
 from assay.tasks import SPLITS, Task, make_task, overlap
 from assay.tasks.base import ALL, ANSWER_FORMS, LazyPrompts, NoSuchSplit, is_gold, prompts_of, seeded_shuffle
 from assay.tasks.sources import DEFAULT_VALIDATION, MANIFEST, jsonl_text, manifest_of, prepared_row
 from assay.types import Prompt, Status, UserError, plural
 
-HELP = "Prepare, show or check the problems of a task."
 PREPARABLE = ("gsm8k", "math", "countdown", "abacus", "code")
 GENERATED_TRAIN_SIZE = 10_000
 HELD_OUT = DEFAULT_VALIDATION
@@ -118,14 +117,12 @@ def run_prepare(args: argparse.Namespace) -> int:
         },
     }
     texts[MANIFEST] = json.dumps(manifest, indent=2) + "\n"  # written last, when the others are complete
-    try:
+    with reported(out, "choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             write_text(out / name, text)
         if names[1] not in texts:
             (out / names[1]).unlink(missing_ok=True)  # of files that --force replaces
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or out}: {error.strerror}") from None
     print_json({"out": str(out), **manifest})
     return 0
 

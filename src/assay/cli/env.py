@@ -1,4 +1,9 @@
-"""`assay env`: check an environment, or play it interactively."""
+"""Check that an environment follows the interface, or play it interactively in place of the policy.
+
+For example:
+  assay env check examples/my_env.py:Backwards
+  assay env play guess --arg tries=4
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,6 @@ from assay.system.awaiting import resolve
 from assay.tasks import make_task
 from assay.testing.env import EPISODES, SECONDS, findings
 from assay.types import UserError
-
-HELP = """Check that an environment follows the interface, or play it interactively in place of the policy.
-
-  assay env check examples/my_env.py:Backwards
-  assay env play guess --arg tries=4"""
 
 MAX_SECONDS = 86_400
 

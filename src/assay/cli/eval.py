@@ -1,4 +1,12 @@
-"""`assay eval`: evaluate models on the same problems, with intervals and a paired test against the first model."""
+"""Evaluate one or several models on the same problems.
+
+For a checkpoint of a run (run:NAME@best), the run's task, environment, prompt and reward settings are used. With
+--config, the settings of a training config are used instead. Options override them.
+  assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
+  assay eval Qwen/Qwen2.5-0.5B-Instruct --config configs/seeds/dr_grpo.toml
+  assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1
+With --engine openai, MODEL is the name of a model at an OpenAI-compatible endpoint (--openai.url URL).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +22,6 @@ from assay.config import MeasureConfig
 from assay.runs.console import Console, percent
 from assay.types import UserError
 
-HELP = """Evaluate one or several models on the same problems.
-
-For a checkpoint of a run (run:NAME@best), the run's task, environment, prompt and reward settings are used. With
---config, the settings of a training config are used instead. Options override them.
-  assay eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task.path data/gsm8k
-  assay eval Qwen/Qwen2.5-0.5B-Instruct --config configs/seeds/dr_grpo.toml
-  assay eval run:demo@0 run:demo@last --eval.samples 8 --eval.temperature 1
-With --engine openai, MODEL is the name of a model at an OpenAI-compatible endpoint (--openai.url URL)."""
 SETTINGS = MeasureConfig
 STDOUT = "-"  # in place of a file
 

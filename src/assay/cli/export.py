@@ -1,4 +1,10 @@
-"""`assay export`: write a model as a Hugging Face folder, a GGUF file or an adapter for PEFT, and upload it."""
+"""Write a checkpoint or another model as a Hugging Face folder with a model card, a GGUF file or a PEFT adapter.
+
+For example:
+  assay export run:demo@best my-model
+  assay export run:demo@best my-model --push my-user/my-model
+  assay export run:demo@best my-model.gguf --gguf q8_0
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from assay.build.export import Export, check_destination, export, is_file, is_gguf
+from assay.build.export import Export, export
 from assay.cli.runs import add_runs_dir
 from assay.runs.console import Console
 from assay.runs.files import print_json
-from assay.runs.resolve import PREFIX
-from assay.types import UserError
-
-HELP = """Write a checkpoint or another model as a Hugging Face folder with a model card, a GGUF file or a PEFT adapter.
-
-  assay export run:demo@best my-model
-  assay export run:demo@best my-model --push my-user/my-model
-  assay export run:demo@best my-model.gguf --gguf q8_0"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = Export(args.source, args.dest, args.dir, args.dtype, args.gguf, args.lora, args.push, args.private)
-    check_options(options)
-    check_destination(args.dest)  # before a display is started
     with Console(sys.stderr) as console:
         facts = export(options, console)
     if args.json:
@@ -49,16 +45,3 @@ def run(args: argparse.Namespace) -> int:
     if args.push:
         print(f"{args.dest} -> {facts['pushed']}")
     return 0
-
-
-def check_options(options: Export) -> None:
-    if options.dtype and (is_gguf(options) or options.lora == "keep"):
-        raise UserError("--dtype is for Hugging Face folders: remove it, or remove --gguf and --lora keep")
-    if options.lora == "keep" and is_gguf(options):
-        raise UserError("a GGUF file has merged weights: remove --lora keep, or export to a folder without --gguf")
-    if options.lora == "keep" and not options.source.startswith(PREFIX):
-        raise UserError(f"--lora keep is for runs with LoRA (run:NAME@best), not for {options.source}")
-    if options.push and is_file(options.dest):
-        raise UserError(f"--push uploads a folder: give a folder and --gguf f16 or q8_0 instead of {options.dest}")
-    if options.private and not options.push:
-        raise UserError("--private is for --push OWNER/NAME: add it, or remove --private")

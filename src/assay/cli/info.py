@@ -1,4 +1,4 @@
-"""`assay info`: versions, devices, memory, threads, compiler, and which extras are installed."""
+"""Show versions, devices, memory, and which optional packages are installed. Add the output to bug reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from assay.runs.files import print_json
 from assay.system.memory import free_main_memory
 from assay.types import describe_error
 
-HELP = "Show versions, devices, memory, and which optional packages are installed. Add the output to bug reports."
 GIB = 2**30
 
 

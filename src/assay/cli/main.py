@@ -197,7 +197,7 @@ def run_command(module: ModuleType, program: str, words: list[str]) -> int:
 
 
 def make_parser(module: ModuleType, program: str) -> Parser:
-    parser = Parser(prog=program, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(parser)
     return parser
 

@@ -1,4 +1,11 @@
-"""`assay plan`: what a run would cost on GPUs that are not here."""
+"""Predict memory, seconds per step and the best division of GPUs between engines and learners, without a GPU.
+
+  assay plan 7b --gpus 64 --answer-tokens 8192
+  assay plan Qwen2.5-7B-Instruct/ --gpus 8 --gpu h100 --lengths my_run
+
+MODEL is a folder with a config.json, a GGUF file, a preset, or a shape.
+The division is found by simulating the steps of an asynchronous run; colocated GPUs sample and train in turns.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +29,12 @@ from assay.runs.rollouts import read_rollouts, rollout_steps
 from assay.types import UserError, plural
 from assay.web.folder import find_folder
 
-HELP = """Predict memory, seconds per step and the best division of GPUs between engines and learners, without a GPU.
-
-  assay plan 7b --gpus 64 --answer-tokens 8192
-  assay plan Qwen2.5-7B-Instruct/ --gpus 8 --gpu h100 --lengths my_run
-
-MODEL is a folder with a config.json, a GGUF file, a preset, or a shape: SHAPES.
-The division is found by simulating the steps of an asynchronous run; colocated GPUs sample and train in turns."""
-HELP = HELP.replace("SHAPES", ", ".join(SHAPES))
 SHOWN = 6  # divisions
 DELTA = 0.02  # share of the bytes that change in a step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help=f"model, or one of the shapes {', '.join(SHAPES)}")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs [1]")
     parser.add_argument("--gpu", default=MEASURED_ON, help=f"kind of GPU: {', '.join(GPUS)} [{MEASURED_ON}]")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs per node [8]")

@@ -1,4 +1,8 @@
-"""`assay report`: a run as one HTML file."""
+"""Write a run as one HTML file to send to others: summary, curves, findings, samples, settings.
+
+The file needs no network and no other file, and has less than 3 MB. It contains prompts and answers of the run, its
+settings, and the name of the machine.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,8 @@ import argparse
 from pathlib import Path
 
 from assay.cli.runs import add_runs_dir
-from assay.runs.files import atomic_write
-from assay.types import UserError
+from assay.runs.files import reported, write_text
 from assay.web.folder import find_folder
-
-HELP = """Write a run as one HTML file to send to others: summary, curves, findings, samples, settings.
-
-The file needs no network and no other file, and has less than 3 MB. It contains prompts and answers of the run, its
-settings, and the name of the machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +28,8 @@ def run(args: argparse.Namespace) -> int:
     if path.is_dir():
         path = path / f"{folder.resolve().name}-report.html"
     text, shortened = write_report(folder)
-    try:
-        with atomic_write(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror or error}): choose another file with -o FILE") from error
+    with reported(path, "choose another file with -o FILE"):
+        write_text(path, text)
     note = "; samples were shortened to keep it small" if shortened else ""
     print(f"{path} ({len(text.encode()) / 1e6:.2f} MB{note})")
     return 0

@@ -1,4 +1,10 @@
-"""`assay runs`: list runs, show one, or compare several."""
+"""List runs, show one, or compare several.
+
+  assay runs                 all runs
+  assay runs NAME            one run
+  assay runs compare A B     results, a paired test of the final answers, curves, and settings that differ
+assay runs A B compares too, but draws no picture.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from assay.api.inspection import Comparison, cells, describe
 from assay.runs.console import Console, one_line
-from assay.runs.directory import Run, access_problem, list_runs, unreadable_folders
-from assay.runs.files import print_json
+from assay.runs.directory import access_problem, list_runs, unreadable_folders
+from assay.runs.files import print_json, reported
 from assay.runs.metrics import draw_comparison, draw_curves
 from assay.runs.resolve import PREFIX, find_run, resume_command, split_tag
 from assay.types import UserError
-from assay.web.comparison import RunComparison, cells, describe
+from assay.web.folder import RunFolder
 
-HELP = """List runs, show one, or compare several.
-
-  assay runs                 all runs
-  assay runs NAME            one run
-  assay runs compare A B     results, a paired test of the final answers, curves, and settings that differ
-assay runs A B compares too, but draws no picture."""
 COMPARE = "compare"
 MAX_NAME = 120  # characters of the file name of the picture
 
@@ -48,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
     names = args.names[1:] if comparing else args.names
     if len(names) < 2 and (comparing or args.output):
         raise UserError("a comparison needs at least two runs: assay runs compare A B")
-    runs = [Run.open(find_run(split_tag(name.removeprefix(PREFIX))[0], args.dir)) for name in names]
+    runs = [find_run(split_tag(name.removeprefix(PREFIX))[0], args.dir) for name in names]
     if args.plot:
         return plot(runs)
-    comparison = RunComparison(runs)
+    comparison = Comparison(runs)
     facts = comparison.results
     if len(runs) == 1 and (problems := facts[0]["problems"]):
-        raise UserError(f"{runs[0].path} cannot be read as a run: {problems[0]}")
+        raise UserError(f"{runs[0]} cannot be read as a run: {problems[0]}")
     if not args.json:
         Console().table(*comparison.results_table())
         print_advice(facts)
@@ -68,7 +69,7 @@ def list_all(args: argparse.Namespace) -> int:
         raise UserError("--plot needs the name of a run, and -o the names of several: assay runs NAME --plot")
     if problem := access_problem(args.dir):
         raise UserError(problem)
-    facts = [describe(run) for run in list_runs(args.dir)]
+    facts = [describe(RunFolder(run.path)) for run in list_runs(args.dir)]
     for problem in unreadable_folders(args.dir):
         print(problem, file=sys.stderr)
     if args.json:
@@ -85,12 +86,12 @@ def list_all(args: argparse.Namespace) -> int:
     return 0
 
 
-def plot(runs: Sequence[Run]) -> int:
+def plot(runs: Sequence[Path]) -> int:
     """Draw curves.png of the runs again, and print where it is."""
     for run in runs:
-        path = draw_curves(run.path)
+        path = draw_curves(run)
         if path is None:
-            raise UserError(f"{run.path} has no curves: there are no metrics yet, or matplotlib is not installed")
+            raise UserError(f"{run} has no curves: there are no metrics yet, or matplotlib is not installed")
         print(path)
     return 0
 
@@ -106,38 +107,33 @@ def print_advice(facts: Sequence[Mapping[str, Any]]) -> None:
             print(one_line(f"{fact['run']}: {problem}"))
 
 
-def compare(comparison: RunComparison, as_json: bool, picture: Path | None) -> None:
+def compare(comparison: Comparison, as_json: bool, picture: Path | None) -> None:
     """Print the comparison. `picture`: where the curves are drawn; None for nowhere."""
-    drawn = draw(comparison.metrics, picture) if picture else None
+    drawn = None
+    if picture:
+        with reported(picture, "choose another file with -o FILE"):
+            drawn = draw_comparison(comparison.metrics, picture)
     if as_json:
-        facts = {"runs": comparison.results, "differences": comparison.settings, "final": comparison.paired}
-        print_json({**facts, "curves": drawn and str(drawn)})
+        print_json({**comparison.to_dict(), "curves": drawn and str(drawn)})
         return
     console = Console()
-    for (title, headings, rows), notes in comparison.sections():
-        if rows:
+    for (title, headings, rows), notes in comparison.sections()[1:]:  # the results are printed already
+        notes = [*notes]
+        if rows or notes:
             print()
+        if rows:
             console.table(title, headings, rows)
         for note in notes:
             print(one_line(note))
-    for note in comparison.settings_notes():
-        print(f"\n{note}")
     if drawn:
         print(f"\nPicture of the curves: {drawn}")
     elif picture:
         print("\nNo picture of the curves: there are no metrics, or matplotlib is not installed.")
 
 
-def picture_path(runs: Sequence[Run]) -> Path:
+def picture_path(runs: Sequence[Path]) -> Path:
     """Where curves are drawn if the user does not say: beside the first run."""
-    joined = "-".join(run.name for run in runs)
-    name = joined if len(joined) <= MAX_NAME else f"{runs[0].name[:MAX_NAME]}-and-{len(runs) - 1}-more"
-    return runs[0].path.resolve().parent / f"compare-{name}.png"
-
-
-def draw(metrics: Mapping[str, Any], path: Path) -> Path | None:
-    try:
-        return draw_comparison(metrics, path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"cannot write {path} ({reason}): choose another file with -o FILE") from error
+    first, *others = [run.resolve() for run in runs]
+    joined = "-".join(run.name for run in (first, *others))
+    name = joined if len(joined) <= MAX_NAME else f"{first.name[:MAX_NAME]}-and-{len(others)}-more"
+    return first.parent / f"compare-{name}.png"

@@ -1,4 +1,11 @@
-"""`assay score`: judge the completions in a file, and compare two judges."""
+"""Judge the completions in a JSONL file, and print a summary as JSON.
+
+Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target', for code 'tests'), or is a row of
+a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
+
+With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]. With --config, the
+task and the judge come from a training config; options override them.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +24,15 @@ from typing import IO, Any
 from assay.build.measure import ScoreConfig, as_item, inherited_settings
 from assay.cli.eval import add_config
 from assay.config.settings import load_settings
-from assay.evals.stats import wilson
+from assay.evals import wilson
 from assay.rewards import EXTRACTORS, FunctionJudge, Judge, JudgePanel, Judging, MathVerifyJudge, check_verdicts
 from assay.rewards.pool import Item
 from assay.runs.console import Console, aligned
-from assay.runs.files import atomic_write, print_json
+from assay.runs.files import atomic_write, print_json, reported
 from assay.tasks import Task, make_task
 from assay.tasks.registry import MODEL_JUDGE, TASK_JUDGE, build_judge_pool, judge_pool, reward_functions
 from assay.tasks.sources import DataRow, read_rows
 from assay.types import Status, UserError, Verdict, excerpt, plural, unknown_name
-
-HELP = """Judge the completions in a JSONL file, and print a summary as JSON.
-
-Each row has 'completion' and 'gold' or 'answer' (for countdown 'nums' and 'target', for code 'tests'), or is a row of
-a run's rollouts/step-N.jsonl. It is written with its 'verdict' to OUT.jsonl, in the same order.
-
-With --reward judge, a model at an OpenAI-compatible endpoint judges: see the settings of [judge]. With --config, the
-task and the judge come from a training config; options override them."""
-
 
 SETTINGS = ScoreConfig
 SHOWN_DISAGREEMENTS = 20
@@ -171,15 +169,13 @@ def write_rows(out: Path, rows: Sequence[DataRow], verdicts: Sequence[Verdict]) 
         for row, verdict in zip(rows, verdicts, strict=True):
             file.write(json.dumps({**row.values, "verdict": asdict(verdict)}).encode("ascii") + b"\n")
 
-    try:
+    with reported(out, "choose another --out"):
         if out.exists() and not out.is_file():  # a device or a pipe cannot be replaced
             with out.open("wb") as device:
                 write_to(device)
         else:
             with atomic_write(out.resolve()) as file:
                 write_to(file)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
 
 
 def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:

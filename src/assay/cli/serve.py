@@ -1,4 +1,15 @@
-"""`assay serve`: a model behind an HTTP server with the interface of the OpenAI API."""
+"""Serve a model over HTTP, with the interface of the OpenAI API.
+
+For a checkpoint of a run, the run's prompt and length settings are used.
+A classification model (a reward model) is served at /classify, as by vLLM.
+  assay serve Qwen/Qwen2.5-0.5B-Instruct
+  assay serve run:demo@last --port 8001
+  ASSAY_KEY=... assay serve model.gguf --host 0.0.0.0 --api-key-env ASSAY_KEY
+With a command after --, the server runs while that command does, which finds it in the environment variables
+OPENAI_BASE_URL and OPENAI_API_KEY. The exit code is that of the command.
+  assay serve run:demo@last -- python my_client.py
+Ctrl-C or SIGTERM finishes the running requests first; a second one stops immediately.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +34,6 @@ from assay.types import UserError, missing_extra, plural
 if TYPE_CHECKING:
     from assay.engine import Engine
 
-HELP = """Serve a model over HTTP, with the interface of the OpenAI API.
-
-For a checkpoint of a run, the run's prompt and length settings are used.
-A classification model (a reward model) is served at /classify, as by vLLM.
-  assay serve Qwen/Qwen2.5-0.5B-Instruct
-  assay serve run:demo@last --port 8001
-  ASSAY_KEY=... assay serve model.gguf --host 0.0.0.0 --api-key-env ASSAY_KEY
-With a command after --, the server runs while that command does, which finds it in the environment variables
-OPENAI_BASE_URL and OPENAI_API_KEY. The exit code is that of the command.
-  assay serve run:demo@last -- python my_client.py
-Ctrl-C or SIGTERM finishes the running requests first; a second one stops immediately."""
 SETTINGS = ServeConfig
 TAKES_CLIENT = True
 MAX_FRONTENDS = 4

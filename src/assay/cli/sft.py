@@ -1,4 +1,4 @@
-"""`assay sft`: the warm start of a config as a separate run."""
+"""Supervised fine-tuning on a task's worked solutions ([sft] section), evaluated before and after; no RL steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from assay.runs.console import make_console
 from assay.runs.directory import as_name
 from assay.types import UserError
 
-HELP = "Supervised fine-tuning on a task's worked solutions ([sft] section), evaluated before and after; no RL steps."
 SETTINGS = TrainConfig
 
 

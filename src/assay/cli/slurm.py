@@ -1,7 +1,4 @@
-"""The command `assay slurm`: its options, their checks, and the batch script.
-
-The script runs `assay.integrations.slurm` on all nodes: on those that train, and on those that only generate.
-"""
+"""Write a Slurm batch script that trains on one or several nodes, as described by a config file, and submit it."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from assay.checks.settings import SERVER_SECTIONS, check_placed_servers
 from assay.config import TrainConfig
 from assay.config.settings import load_settings
 from assay.runs.directory import as_name, check_name
+from assay.runs.files import reported
 from assay.types import UserError
 
-HELP = "Write a Slurm batch script that trains on one or several nodes, as described by a config file, and submit it."
 SETTINGS = TrainConfig
 SBATCH_OPTIONS = ("partition", "account", "time", "cpus_per_task", "mem")  # passed to sbatch unchanged
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", re.IGNORECASE)
@@ -144,7 +141,9 @@ def seconds(limit: str) -> float:
 
 
 def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
-    """Options of sbatch, the user's commands, the values of this run, and the common part (slurm_job.sh)."""
+    """Options of sbatch, the user's commands, the values of this run, and the common part (slurm_job.sh), which runs
+    `assay.integrations.slurm` on all nodes: on those that train, and on those that only generate.
+    """
     logs = f"{cfg.runs_dir}/slurm/".replace("%", "%%")  # Slurm replaces %x and others by names
     settings = [word for word in args.settings if word.partition("=")[0] != "--name"]
     options = {
@@ -191,13 +190,12 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
 
 def write(path: Path, text: str, logs: Path) -> None:
     """Write the script and create the folder of its logs: Slurm does not, and the job would fail without a message."""
-    try:
-        if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise UserError(f"{path} exists and is a different script: choose another --output, or delete it")
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise UserError(f"{path} exists and is a different script: choose another --output, or delete it")
+    with reported(logs, "choose another runs_dir"):
         logs.mkdir(parents=True, exist_ok=True)
+    with reported(path, "choose another --output"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or path} ({error.strerror}): choose another location") from error
 
 
 def submit(path: Path) -> str:

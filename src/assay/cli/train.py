@@ -1,4 +1,4 @@
-"""`assay train`: train a model as described by a config file, and evaluate it before and after."""
+"""Train a model by reinforcement learning, as described by a config file. Options override any of its settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from assay.types import UserError, plural
 if TYPE_CHECKING:
     from assay.training.run import TrainingRun
 
-HELP = "Train a model by reinforcement learning, as described by a config file. Options override any of its settings."
 SETTINGS = TrainConfig
 LATEST, NOTABLE = 10, 0.05  # training steps, and the difference in accuracy, that are compared with an evaluation
 HEADINGS = {"error": "no gain", "warning": "problem", "note": "note"}  # of causes, by severity
@@ -151,17 +150,12 @@ def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
 
 
 def run_training(training: TrainingRun, console: Console) -> int:
-    from assay.build.run import carried_out, check_updates
+    from assay.build.run import carried_out
     from assay.training.loop import train
 
-    path = training.path
     with carried_out(training, console, lambda run: resume_command(run.path)):
-        summary = train(training)
-    if summary:
-        show(summary, path, console)
-    training.mesh.close()
-    if summary:
-        check_updates(training)
+        if summary := train(training):
+            show(summary, training.path, console)
     return 0
 
 
@@ -208,7 +202,8 @@ def show(summary: dict[str, Any], path: Path, console: Console) -> None:
 
 def explain_sampling(summary: Mapping[str, Any], files: RunFiles) -> str:
     """Why greedy evaluations and the sampled answers of training differ in accuracy; empty if they do not."""
-    config, rows = files.config(), [row for row in files.metrics() if finite(row, "reward/correct") is not None]
+    config = files.config()
+    rows = [row for row in files.readable_metrics() if finite(row, "reward/correct") is not None]
     greedy = setting(config, "eval.temperature") == 0
     if not rows or not greedy:
         return ""

@@ -1,4 +1,9 @@
-"""`assay view`: runs in the browser."""
+"""Show runs in the browser: curves, prompts, rollouts token by token, and what is wrong with them.
+
+  assay view                       all runs in the folder runs
+  assay view demo other/runs/big   two runs, by name or path
+Only this machine can reach the page, and only with the token in the printed URL. Ctrl-C ends it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +25,6 @@ from assay.system.http_server import bind, is_loopback, make_http_server, serve_
 from assay.types import UserError, missing_extra, plural
 from assay.web.folder import find_folder
 
-HELP = """Show runs in the browser: curves, prompts, rollouts token by token, and what is wrong with them.
-
-  assay view                       all runs in the folder runs
-  assay view demo other/runs/big   two runs, by name or path
-Only this machine can reach the page, and only with the token in the printed URL. Ctrl-C ends it."""
 PORT = 6360
 KEEP_ALIVE_S = 30  # after which an idle connection is closed
 

@@ -11,18 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, model_serializer
 
-from assay.config.settings import (
-    Below1,
-    Count,
-    Data,
-    Finite,
-    Fraction,
-    NonNegative,
-    Positive,
-    Resource,
-    Section,
-    Table,
-)
+from assay.config.settings import Below1, Count, Data, Finite, Fraction, NonNegative, Positive, Resource, Section, Table
 
 Bound = Annotated[float, Field(ge=0)]  # infinity means no bound
 

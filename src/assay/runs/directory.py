@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import errno
 import fcntl
-import io
 import itertools
+import json
 import os
 import re
 import socket
@@ -18,13 +18,12 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from assay.runs import checkpoints, rollouts
-from assay.runs.console import finite
 from assay.runs.environment import describe_environment
 from assay.runs.files import (
     atomic_write,
@@ -32,7 +31,6 @@ from assay.runs.files import (
     is_temporary,
     json_line,
     json_lines,
-    json_object,
     make_folder,
     read_json,
     remove_temporaries,
@@ -41,7 +39,7 @@ from assay.runs.files import (
     write_json,
     write_text,
 )
-from assay.types import Closeable, UserError
+from assay.types import Closeable, UserError, describe_error
 
 # Record locks belong to the process: closing any other handle of the file would release the lock, so a lock that this
 # process holds is never probed. (flock would be inherited by forked workers, which may outlive the run.)
@@ -392,14 +390,20 @@ def _open_for_append(path: Path) -> IO[str]:
     return path.open("a", encoding="utf-8")
 
 
-# Reading of runs in which some files may be damaged, missing or unreadable, and facts for lists of runs
+# Reading of runs in which some files may be damaged, missing or unreadable
 
 METRICS = "metrics.jsonl"
 FOLDERS = ("rollouts", "evals")
+MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
+MAX_DEPTH = 100  # of nested lists and dictionaries
+
+
+class Refused(OSError):
+    """A file that is not opened, or not read to its end. The message names it."""
 
 
 class RunFiles:
-    """Reads the files of a run. Nothing is raised: `problems` says what could not be read."""
+    """Reads the files of a run. `problems` says what could not be read; only `open` and `read` raise errors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -409,34 +413,60 @@ class RunFiles:
     def problems(self) -> list[str]:
         """One line per file, also for folders that cannot be listed."""
         for folder in FOLDERS:
-            try:
-                os.listdir(self.path / folder)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                self._problems[folder] = f"{folder} cannot be listed ({reason(error)})"
+            self.names(folder)
         return list(self._problems.values())
 
     def add_problem(self, text: str) -> None:
         self._problems[text] = text
 
+    def place(self, name: str) -> Path:
+        """The path of a file or folder of the run."""
+        return self.path / name
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a regular file, to read it. Raises OSError for anything else."""
+        path = self.place(name)
+        if why := unreadable(path):
+            raise Refused(f"{name} {why}")
+        # Not blocking: the file may have been replaced by a pipe since the check.
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            content = file.read(MAX_FILE + 1)
+        if len(content) > MAX_FILE:
+            raise Refused(f"{name} has more than {MAX_FILE >> 20} MiB")
+        return content
+
+    def text(self, name: str) -> str:
+        return self.read(name).decode()
+
     def config(self) -> dict[str, Any]:
         """The settings; empty if they cannot be read."""
-        try:
-            return tomllib.loads((self._read(self.path / "config.toml") or b"").decode())
-        except (ValueError, RecursionError) as error:
-            self._problems["config.toml"] = f"config.toml is not valid TOML ({error})"
-            return {}
+        return self._parsed("config.toml", tomllib.loads)
 
     def document(self, name: str) -> dict[str, Any]:
         """The object in a JSON file; empty if it is missing or damaged."""
-        content = self._read(self.path / name)
-        value = None if content is None else json_object(content)
-        if content is not None and value is None:
-            self._problems[name] = f"{name} is damaged: it has no JSON object"
-        return value or {}
+        return self._parsed(name, json.loads)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def _parsed(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+        self._problems.pop(name, None)
+        try:
+            value = parse(self.text(name))
+            if not isinstance(value, dict):
+                raise ValueError("it does not contain an object")
+            if is_deeper(value, MAX_DEPTH):
+                raise ValueError("it is nested too deeply")
+            return value
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._problems[name] = reason_of(name, error)
+        except (ValueError, RecursionError) as error:
+            self._problems[name] = f"{name} is not valid {name.rpartition('.')[2].upper()} ({error})"
+        return {}
+
+    def readable_metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that can be read."""
         rows = [{key: from_json(value) for key, value in row.items()} for row in self.lines(self.path / METRICS)]
         return [row for row in rows if isinstance(row.get("step"), int)]
@@ -445,83 +475,54 @@ class RunFiles:
         """The lines of a file that are JSON objects. The incomplete last line of metrics is left out without a word:
         the run may be in progress, or was killed.
         """
-        name = self.name(path)
-        lines = json_lines(io.BytesIO(self._read(path) or b""))
-        values = [line.value for line in lines if line.is_complete or line.value is not None or name != METRICS]
-        if damaged := values.count(None):
-            self._problems[name] = f"{name}: {damaged} of {len(values)} lines cannot be read"
-        yield from (value for value in values if value is not None)
-
-    def name(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix()
-
-    def _read(self, path: Path) -> bytes | None:
-        """The content of a file; None if it is missing or cannot be read."""
-        if why := unreadable(path):
-            self._problems[self.name(path)] = f"{self.name(path)} {why}"
-            return None
+        name = path.relative_to(self.path).as_posix()
+        count = damaged = 0
         try:
-            return path.read_bytes()
+            with self.open(name) as file:
+                for line in json_lines(file):
+                    if line.value is not None:
+                        yield line.value
+                    elif name == METRICS and not line.is_complete:
+                        break
+                    count += 1
+                    damaged += line.value is None
         except FileNotFoundError:
-            return None
-        except OSError as error:  # of the disk
-            self._problems[self.name(path)] = f"{self.name(path)} cannot be read ({reason(error)})"
-            return None
+            return
+        except OSError as error:
+            self._problems[name] = reason_of(name, error)
+        if damaged:
+            self._problems[name] = f"{name}: {damaged} of {count} lines cannot be read"
+
+    def names(self, folder: str) -> list[str]:
+        """Sorted names in a folder of the run; none if it is missing, or cannot be listed."""
+        try:
+            return sorted(name for name in os.listdir(self.place(folder)) if name.isprintable())
+        except FileNotFoundError:
+            pass
+        except Refused as error:
+            self._problems[folder] = str(error)
+        except OSError as error:
+            self._problems[folder] = f"{folder} cannot be listed ({reason(error)})"
+        return []
 
 
 def reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-NOTHING: Mapping[str, Any] = {}
+def reason_of(name: str, error: BaseException) -> str:
+    """Why a file cannot be read."""
+    if isinstance(error, Refused):
+        return str(error)
+    return f"{name} cannot be read ({reason(error) if isinstance(error, OSError) else describe_error(error)})"
 
 
-def facts_of(
-    name: str,
-    path: str,
-    state: str,
-    rows: Sequence[Mapping[str, Any]] = (),
-    config: Mapping[str, Any] = NOTHING,
-    summary: Mapping[str, Any] = NOTHING,
-    status: Mapping[str, Any] = NOTHING,
-    environment: Mapping[str, Any] = NOTHING,
-) -> dict[str, Any]:
-    """What lists and comparisons show of a run. `rows`: lines of metrics.jsonl; the others: contents of its files."""
-    facts = {
-        "run": name,
-        "path": path,
-        "state": state,
-        "error": status.get("error") if state == "failed" else None,
-        "started": environment.get("started"),
-        "task": summary.get("task") or setting(config, "task.name"),
-        "model": summary.get("model") or setting(config, "model.source"),
-        "algorithm": summary.get("algorithm") or setting(config, "algo.recipe"),
-        "seed": summary.get("seed", setting(config, "seed")),
-        "steps": max((row["step"] for row in rows), default=summary.get("steps", 0)),
-        "steps_planned": status.get("total_steps", planned_steps(config)),
-        "warm_start": {"step": last(rows, "sft/step"), "steps": setting(config, "sft.steps")},
-        "answers": last(rows, "sampling/answers"),
-        "budget": setting(config, "train.budget") or None,
-        "reward": last(rows, "reward/mean"),
-        "wall_s": summary.get("wall_s", last(rows, "time/wall")),
-        "config": config,
-    }
-    facts |= {key: summary.get(key) for key in ("before", "after", "paired", "tokens")}
-    if not summary and (value := last(rows, "before/accuracy")) is not None:
-        low, high = last(rows, "before/low"), last(rows, "before/high")
-        facts["before"] = {"accuracy": value, "ci95": None if low is None or high is None else [low, high]}
-    return facts
-
-
-def planned_steps(config: Mapping[str, Any]) -> int | None:
-    """Number of steps in the settings of a run that has not begun; None if it depends on the data."""
-    steps, epochs, budget = (setting(config, f"train.{key}") for key in ("steps", "epochs", "budget"))
-    return None if epochs or budget else steps
-
-
-def last(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """The last value of a metric that is a finite number."""
-    return next((value for row in reversed(rows) if (value := finite(row, metric)) is not None), None)
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and dictionaries are nested in more levels than `depth`."""
+    if not isinstance(value, (dict, list)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(is_deeper(item, depth - 1) for item in items)
 
 
 def setting(tree: Any, key: str) -> Any:

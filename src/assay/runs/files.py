@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from assay.types import UserError
+
 # Spelled so that both Python's float() and JavaScript's Number() can read them.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MAX_LINE = 64 * 2**20  # bytes of a line of a JSONL file
@@ -128,6 +130,15 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def reported(path: Path, advice: str) -> Iterator[None]:
+    """Errors of the block, which writes a file or folder that the user has named, are the user's to solve."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error}): {advice}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     with atomic_write(path) as file:
         file.write(text.encode())
@@ -144,6 +155,20 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError:
         return {}
     return json_object(content) or {}
+
+
+Stamp = tuple[int, int, int, int]  # size, times of the last changes of content and file, inode
+
+
+def as_stamp(found: os.stat_result) -> Stamp:
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    try:
+        return as_stamp(path.stat())
+    except (OSError, ValueError):
+        return None
 
 
 _KINDS = {

@@ -22,7 +22,7 @@ from assay.checks.diagnosis import diagnose_files, record_speed, with_examples
 from assay.checks.steps import truncated_evaluation
 from assay.config import TrainConfig
 from assay.engine.base import Capabilities
-from assay.evals.report import Report, compare, evaluate
+from assay.evals import Report, compare, evaluate
 from assay.mesh import Mesh
 from assay.models import PolicyModel, load_model
 from assay.models.device import gpu_memory_use
@@ -105,8 +105,9 @@ class Recorder:
     def diagnose(self, summary: Mapping[str, Any]) -> list[Diagnosis]:
         """What has kept the finished run from learning or harmed it. The overlap of splits was checked at the start."""
         rows = read_metrics(self.path)
-        causes = diagnose_files(RunFiles(self.path), rows, self.settings, summary, leakage=False)
-        record_speed(self.path, rows, self.settings)
+        files = RunFiles(self.path)
+        causes = diagnose_files(files, rows, self.settings, summary, leakage=False)
+        record_speed(files, rows, self.settings)
         return causes
 
     def log_warm_start(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from assay.runs.directory import changed_settings
-from assay.runs.files import json_object, to_json
+from assay.runs.directory import MAX_DEPTH, changed_settings, is_deeper
+from assay.runs.files import Stamp, json_object, stamp_of, to_json
 from assay.runs.metrics import X_LABELS, bounds_of, shown_panels
 from assay.types import describe_error
 from assay.web.findings import Doctor, badge
-from assay.web.folder import MAX_DEPTH, RunFolder, RunTokenizer, Stamp, is_deeper, load_tokens, stamp_of
+from assay.web.folder import RunFolder, RunTokenizer, load_tokens
 from assay.web.index import (
     ARRAY_ERRORS,
     FOLDERS,
@@ -194,8 +194,8 @@ class RunView:
             **pace(self.folder, facts),
             "config": facts["config"],
             "changed": changed_settings(facts["config"] or {}),
-            "environment": self.folder.document("environment.json")[0],
-            "summary": self.folder.document("summary.json")[0],
+            "environment": self.folder.document("environment.json"),
+            "summary": self.folder.document("summary.json"),
             "findings": examined.findings,
             "badge": badge(examined.findings),
             "findings_pending": examined.pending,
@@ -212,7 +212,7 @@ class RunView:
         """A batch whose update was skipped, and why."""
         return {
             "step": step,
-            "reason": skip_reason(self.folder.document(f"{FOLDERS[SKIPPED]}/step-{step:06d}.json")[0]),
+            "reason": skip_reason(self.folder.document(f"{FOLDERS[SKIPPED]}/step-{step:06d}.json")),
         }
 
     def _listed_evaluation(self, place: Place) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from assay.checks.causes import Diagnosis, ranked
 from assay.checks.diagnosis import diagnose, diagnose_files, slower_than_best
-from assay.runs.directory import RunFiles
 from assay.types import describe_error
 from assay.web.folder import RunFolder
 
@@ -54,7 +53,7 @@ class Doctor:
         return not self.pending and self._known[0] == self._state(running)
 
     def _state(self, running: bool) -> Any:
-        return self._folder.metrics.stamp, self._folder.document("summary.json")[0], running
+        return self._folder.metrics.stamp, self._folder.document("summary.json"), running
 
     def findings(self, running: bool, wait_s: float | None) -> Examined:
         """The findings known so far; waits at most `wait_s` for a diagnosis (None: until it has finished)."""
@@ -76,7 +75,6 @@ class Doctor:
         self._wait()
         start = time.monotonic()
         try:
-            self._folder.check_regular()
             causes = self._causes()
         except Exception as error:  # rules expect intact files
             self._findings, self._problem = [], f"the doctor cannot read this run ({describe_error(error)})"
@@ -86,11 +84,11 @@ class Doctor:
         self._findings = [asdict(cause) for cause in causes]
 
     def _causes(self) -> Sequence[Diagnosis]:
-        files, rows = RunFiles(self._folder.root), self._folder.metrics.steps()
+        files, rows = self._folder, self._folder.metrics.steps()
         if not self._quick:
             return diagnose_files(files, rows)
-        config, summary = self._folder.config()[0], self._folder.document("summary.json")[0] or None
-        return ranked(filter(None, [*diagnose(rows, config, summary), slower_than_best(files.path, rows, config)]))
+        config, summary = files.config(), files.document("summary.json") or None
+        return ranked(filter(None, [*diagnose(rows, config, summary), slower_than_best(files, rows, config)]))
 
 
 def badge(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

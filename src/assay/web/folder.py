@@ -1,7 +1,7 @@
 """Reading of a run folder that may be damaged, half-written, in progress, or made by somebody else.
 
 Nothing here raises because of the content of a file. What cannot be read is described in `problems`. Files that lead
-out of the folder by a symbolic link are refused, and so is everything that is not a regular file.
+out of the folder by a symbolic link are refused.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import json
 import math
 import os
 import re
-import stat
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,33 +20,21 @@ from typing import IO, Any
 import numpy as np
 
 from assay.checks.causes import FIRST
-from assay.runs.directory import access_problem, facts_of, is_locked, setting, state_of
-from assay.runs.files import from_json, json_lines
+from assay.runs.directory import FOLDERS, Refused, RunFiles, access_problem, is_locked, reason_of, setting, state_of
+from assay.runs.files import Stamp, as_stamp, from_json, json_lines, stamp_of
 from assay.runs.resolve import PREFIX, split_tag
 from assay.text.tokenizer import REPLACEMENT, Detokenizer
 from assay.types import UserError, describe_error, hide_credentials, unknown_name
 
 MARKS = ("config.toml", "metrics.jsonl", "environment.json", "rollouts", "evals")  # of a run folder, complete or not
-MAX_FILE = 64 * 2**20  # bytes of a file that is read as a whole
 MAX_LINE = 16 * 2**20  # bytes of a line of metrics
 MAX_VALUES = 2_000_000  # of metrics that are kept for curves
 MAX_DAMAGED = 1000  # lines of metrics that are listed as problems
 BATCH = 2_000  # rows that are read before they are moved to the columns
 NUMBERS = {int, float}  # types of the values of metrics
 DIAGNOSED = 10_000  # last training steps that the doctor examines, besides the first ones
-MAX_DEPTH = 100  # of nested lists and dictionaries
 LARGEST = 2**53  # integers beyond it have no exact float, neither here nor in JavaScript
 INCOMPLETE = "metrics.jsonl ends with an incomplete line"  # of a run that was killed, or is being copied
-Stamp = tuple[int, int, int, int]  # size, times of the last changes of content and file, inode
-
-
-class Refused(OSError):
-    """A file outside of the run folder, or one that is not a regular file."""
-
-
-def reason_of(name: str, error: BaseException) -> str:
-    """Why a file cannot be read."""
-    return str(error) if isinstance(error, Refused) else f"{name} cannot be read ({describe_error(error)})"
 
 
 def is_run_folder(path: Path) -> bool:
@@ -72,18 +58,6 @@ def find_folder(name: str, runs_dir: Path, or_runs: bool = False) -> Path:
     raise unknown_name(what, name, known, listed=known[-5:])
 
 
-def as_stamp(found: os.stat_result) -> Stamp:
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
-
-
-def stamp_of(path: Path) -> Stamp | None:
-    try:
-        found = path.stat()
-    except (OSError, ValueError):
-        return None
-    return as_stamp(found)
-
-
 def finite_number(value: Any) -> float | None:
     """The value as a number, if it is a finite one; also of "NaN" and the like, which stand for numbers in files."""
     value = from_json(value)
@@ -92,154 +66,105 @@ def finite_number(value: Any) -> float | None:
     return value if isinstance(value, float) or abs(value) <= LARGEST else None
 
 
-def is_deeper(value: Any, depth: int) -> bool:
-    """Whether lists and dictionaries are nested in more levels than `depth`."""
-    level = [value]
-    for _ in range(depth):
-        level = [
-            item
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return any(isinstance(item, (dict, list)) for item in level)
-
-
-class RunFolder:
-    """The files of one run. Safe to use from several threads."""
+class RunFolder(RunFiles):
+    """The files of one run, without credentials. What has not changed is not read again. Safe to use from several
+    threads.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.root = path.resolve()
         self.metrics = MetricsFile(self)
-        self._cache: dict[str, tuple[Stamp | None, dict[str, Any], str | None]] = {}
+        self._documents: dict[str, tuple[Stamp | None, dict[str, Any]]] = {}
 
     @property
     def name(self) -> str:
         return self.root.name
 
-    def resolve(self, name: str) -> Path:
-        """The path of a regular file of the run. Raises OSError for anything else."""
+    def place(self, name: str) -> Path:
         path = (self.root / name).resolve()
         if not path.is_relative_to(self.root):
             raise Refused(f"{name} is a link that leads out of the run folder")
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise Refused(f"{name} is not a regular file")
         return path
 
-    def open(self, name: str) -> IO[bytes]:
-        # Not blocking: the file may have been replaced by a pipe since the check.
-        descriptor = os.open(self.resolve(name), os.O_RDONLY | os.O_NONBLOCK)
-        return os.fdopen(descriptor, "rb")
+    def text(self, name: str) -> str:
+        return hide_credentials(super().text(name))
 
-    def read(self, name: str) -> bytes:
-        with self.open(name) as file:
-            content = file.read(MAX_FILE + 1)
-        if len(content) > MAX_FILE:
-            raise Refused(f"{name} has more than {MAX_FILE >> 20} MiB")
-        return content
-
-    def names(self, folder: str) -> list[str]:
-        """Sorted names in a folder of the run; none if it is missing, or a link that leads out of the run."""
-        path = (self.root / folder).resolve()
-        try:
-            found = os.listdir(path) if path.is_relative_to(self.root) else []
-        except OSError:
-            return []
-        return sorted(name for name in found if name.isprintable())
-
-    def check_regular(self) -> None:
-        """Raise OSError if a file that other packages would open is a link that leads out of the folder, or a pipe."""
-        for folder in ("", "rollouts", "evals"):
-            path = self.root / folder
-            if folder and not path.exists():
-                continue
-            if not path.resolve().is_relative_to(self.root):
-                raise Refused(f"{folder} is a link that leads out of the run folder")
-            with os.scandir(path) as entries:
-                special = [entry for entry in entries if not entry.is_file(follow_symlinks=False)]
-                for entry in special:
-                    if entry.is_symlink() or not entry.is_dir():
-                        self.resolve(f"{folder}/{entry.name}" if folder else entry.name)
-
-    def _parsed(self, name: str, parse: Callable[[str], Any]) -> tuple[dict[str, Any], str | None]:
-        """The dictionary in a file, and why it cannot be read. A missing file is empty."""
-        stamp = stamp_of(self.root / name)
-        cached = self._cache.get(name)
-        if cached is not None and cached[0] == stamp:
-            return cached[1], cached[2]
-        value: Any = {}
-        problem = None
-        try:
-            value = parse(hide_credentials(self.read(name).decode()))
-            if not isinstance(value, dict):
-                value, problem = {}, f"{name} does not contain an object"
-            elif is_deeper(value, MAX_DEPTH):
-                value, problem = {}, f"{name} is nested too deeply"
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, RecursionError) as error:
-            problem = reason_of(name, error)
-        self._cache[name] = stamp, value, problem
-        return value, problem
-
-    def config(self) -> tuple[dict[str, Any], str | None]:
-        value, problem = self._parsed("config.toml", tomllib.loads)
-        if not value and problem is None and not (self.root / "config.toml").exists():
-            problem = "config.toml is missing"
-        return value, problem
-
-    def document(self, name: str) -> tuple[dict[str, Any], str | None]:
-        """The object in a JSON file of the run."""
-        return self._parsed(name, json.loads)
+    def _parsed(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+        stamp, known = stamp_of(self.root / name), self._documents.get(name)
+        if known is None or known[0] != stamp:
+            known = self._documents[name] = stamp, super()._parsed(name, parse)
+        return known[1]
 
     def facts(self) -> tuple[dict[str, Any], list[str]]:
-        """What is known about the run, and which files cannot be read. Values of unexpected types are left out."""
-        read = {name: self.document(f"{name}.json") for name in ("summary", "status", "environment")}
-        documents = {name: value for name, (value, _) in read.items()}
-        config, config_problem = self.config()
-        problems = self.metrics.read()
-        state = state_of(is_locked(self.root), documents["status"], documents["summary"])
+        """What is known about the run, and which files cannot be read. Values of unexpected types are None."""
+        names = ("summary.json", "status.json", "environment.json")
+        summary, status, environment = map(self.document, names)
+        config, problems = self.config(), list(self.metrics.read())
+        state = state_of(is_locked(self.root), status, summary)
         if self.metrics.incomplete and state != "running":
-            problems = [*problems, INCOMPLETE]
-        problems = [p for p in (config_problem, *(p for _, p in read.values())) if p] + list(problems)
-        rows = [self.metrics.last] if self.metrics.last else []
-        try:
-            facts = facts_of(self.name, str(self.path), state, rows, config, **documents)
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
-            problems = [*problems, f"some facts have unexpected values ({describe_error(error)})"]
-            facts = facts_of(self.name, str(self.path), state, rows)
-        return checked(facts), problems
+            problems.append(INCOMPLETE)
+        known = (self._problems.get(name) for name in ("config.toml", *names, *FOLDERS))
+        problems = [*filter(None, known), *problems]
+        if not (self.root / "config.toml").exists():
+            problems.insert(0, "config.toml is missing")
+        facts: dict[str, Any] = {"run": self.name, "path": str(self.path), "state": state, "config": config}
+        facts["error"] = as_text(status.get("error")) if state == "failed" else None
+        return facts | facts_of(config, self.metrics.last, summary, status, environment), problems
 
 
-_TEXTS = ("error", "started", "task", "model", "algorithm")
-_NUMBERS = ("seed", "steps", "steps_planned", "answers", "budget", "reward", "wall_s", "tokens")
+def facts_of(
+    config: Mapping[str, Any],
+    last: Mapping[str, float],
+    summary: Mapping[str, Any],
+    status: Mapping[str, Any],
+    environment: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Facts of a run from its files. `last`: the last value of each metric."""
+    # The number of steps of a run that has not begun is not known if it depends on the data.
+    counted = not (setting(config, "train.epochs") or setting(config, "train.budget"))
+    planned = setting(config, "train.steps") if counted else None
+    before, paired = summary.get("before"), summary.get("paired")
+    if not summary and "before/accuracy" in last:
+        interval = [last.get("before/low"), last.get("before/high")]
+        before = {"accuracy": last["before/accuracy"], "ci95": interval}
+    values = {
+        "seed": summary.get("seed", setting(config, "seed")),
+        "steps": last.get("step", summary.get("steps", 0)),
+        "steps_planned": status.get("total_steps", planned),
+        "answers": last.get("sampling/answers"),
+        "budget": setting(config, "train.budget") or None,
+        "reward": last.get("reward/mean"),
+        "wall_s": summary.get("wall_s", last.get("time/wall")),
+        "tokens": summary.get("tokens"),
+    }
+    return {
+        "started": as_text(environment.get("started")),
+        "task": as_text(summary.get("task") or setting(config, "task.name")),
+        "model": as_text(summary.get("model") or setting(config, "model.source")),
+        "algorithm": as_text(summary.get("algorithm") or setting(config, "algo.recipe")),
+        **numbers(values),
+        "warm_start": numbers({"step": last.get("sft/step"), "steps": setting(config, "sft.steps")}),
+        "before": evaluation(before),
+        "after": evaluation(summary.get("after")),
+        "paired": {**paired, **numbers(paired, "p_value", "gained", "lost")} if isinstance(paired, Mapping) else None,
+    }
 
 
-def checked(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts with the expected types; values of other types are None."""
-    known = dict(facts)
-    for name in _TEXTS:
-        known[name] = str(known[name]) if isinstance(known.get(name), (str, int, float)) else None
-    known |= numbers(known, *_NUMBERS)
-    known["warm_start"] = numbers(known["warm_start"], "step", "steps")
-    for name in ("before", "after"):
-        measured = known.get(name)
-        if not isinstance(measured, Mapping) or finite_number(measured.get("accuracy")) is None:
-            known[name] = None
-        elif not is_interval(measured.get("ci95")):
-            known[name] = {**measured, "ci95": None}
-    paired = known.get("paired")
-    known["paired"] = (
-        {**paired, **numbers(paired, "p_value", "gained", "lost")} if isinstance(paired, Mapping) else None
-    )
-    return known
+def as_text(value: Any) -> str | None:
+    return str(value) if isinstance(value, (str, int, float)) else None
+
+
+def evaluation(measured: Any) -> dict[str, Any] | None:
+    """The entry of an evaluation, if it has an accuracy; an interval that is none is None."""
+    if not isinstance(measured, Mapping) or finite_number(measured.get("accuracy")) is None:
+        return None
+    return {**measured, "ci95": measured.get("ci95") if is_interval(measured.get("ci95")) else None}
 
 
 def numbers(values: Mapping[str, Any], *names: str) -> dict[str, float | None]:
-    return {name: finite_number(values.get(name)) for name in names}
+    """The values with these names, or all of them, as far as they are numbers."""
+    return {name: finite_number(values.get(name)) for name in names or values}
 
 
 def is_interval(value: Any) -> bool:
@@ -317,8 +242,7 @@ class MetricsFile:
             self._clear()
         except OSError as error:
             self._clear()
-            reason = str(error) if isinstance(error, Refused) else f"cannot be read ({describe_error(error)})"
-            self.problems = [f"metrics.jsonl: {reason}"]
+            self.problems = [reason_of("metrics.jsonl", error)]
 
     def _continues(self, file: IO[bytes]) -> bool:
         """Whether the lines that were read are still there. A resumed run replaces the file by a shorter one."""
@@ -494,12 +418,11 @@ def _candidates(folder: RunFolder) -> Iterator[Path]:
     """Files and folders with a tokenizer, the run's own first."""
     checkpoints = [f"checkpoints/{name}/model" for name in reversed(folder.names("checkpoints"))]
     for name in ("tokenizer", *checkpoints, "base", "reference"):
-        with suppress(OSError):
-            yield folder.resolve(f"{name}/{FILE}")
-    config, _ = folder.config()
-    environment, _ = folder.document("environment.json")
+        with suppress(OSError), folder.open(f"{name}/{FILE}"):
+            yield folder.place(f"{name}/{FILE}")
+    environment = folder.document("environment.json")
     for key in ("tokenizer", "source"):
-        source = setting(config, f"model.{key}")
+        source = setting(folder.config(), f"model.{key}")
         if isinstance(source, str) and source and "\0" not in source and ":" not in source:
             yield from _local(source, environment)
 

@@ -30,10 +30,11 @@ from typing import Any
 
 import numpy as np
 
-from assay.runs.files import JsonLine, json_lines, user_folder
+from assay.runs.directory import Refused, reason_of
+from assay.runs.files import JsonLine, json_lines, stamp_of, user_folder
 from assay.runs.rollouts import DAMAGE, SCHEMA, newer_schema
 from assay.types import Finish, Status, describe_error
-from assay.web.folder import Refused, RunFolder, finite_number, reason_of, stamp_of
+from assay.web.folder import RunFolder, finite_number
 
 VERSION = 3  # of the index; others are not read
 TRAIN = "train"  # name of the source of training rollouts; evaluations are named after their files
@@ -318,15 +319,11 @@ def problem_of_arrays(file: IndexedFile, error: BaseException) -> str:
 
 def skip_reason(document: Mapping[str, Any]) -> str:
     """Why updates with a batch were skipped, from the file next to the batch."""
-    updates = [update for update in document.get("updates") or () if isinstance(update, dict)]
+    updates = [update for update in document.get("updates") or () if isinstance(update, dict) and update.get("what")]
     if not updates:
         return "its update was skipped"
-    first, count = updates[0], f"{len(updates)} updates were" if len(updates) > 1 else "an update was"
-    if isinstance(first.get("weights"), list) and first["weights"]:
-        what = f"the weight {first['weights'][0]}"
-    else:
-        what = "the loss" if finite_number(first.get("loss")) is None else "the gradient"
-    return f"{count} skipped, because {what} is not finite"
+    count = f"{len(updates)} updates were" if len(updates) > 1 else "an update was"
+    return f"{count} skipped, because {updates[0]['what']} is not finite"
 
 
 def context_spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -179,8 +179,7 @@ def summary(detail: Mapping[str, Any], paired: Mapping[str, Any] | None) -> Fact
     rows = [
         ("accuracy before", *accuracy(detail.get("before"))),
         ("accuracy after", *accuracy(detail.get("after"))),
-        ("difference", *difference(paired)),
-        ("questions", *questions(paired)),
+        *compared(paired),
         ("reward, last step", plain_number(detail.get("reward")), []),
         ("steps", f"{detail.get('steps', 0)}" + (f" of {planned}" if planned else ""), []),
         ("time", NONE if wall is None else duration(wall), []),
@@ -200,19 +199,17 @@ def accuracy(evaluation: Any) -> tuple[str, list[str]]:
     return percent(value), [*filter(None, (interval, plural(int(count), "question") if count else ""))]
 
 
-def difference(paired: Mapping[str, Any] | None) -> tuple[str, list[str]]:
+def compared(paired: Mapping[str, Any] | None) -> Facts:
+    """The difference between the evaluations before and after training."""
     if not paired:
-        return NONE, []
-    low, high = paired["ci95"]
-    return f"{100 * paired['difference']:+.1f} points", [f"{INTERVAL} {100 * low:+.1f} to {100 * high:+.1f}"]
-
-
-def questions(paired: Mapping[str, Any] | None) -> tuple[str, list[str]]:
-    if not paired:
-        return NONE, []
-    p_value = paired["p_value"]
+        return []
+    (low, high), p_value = paired["ci95"], paired["p_value"]
     test = [] if p_value is None else [f"paired test on {paired['questions']} questions: p = {p_value:.2g}"]
-    return f"{len(paired['gained'])} gained, {len(paired['lost'])} lost", test
+    interval = f"{INTERVAL} {100 * low:+.1f} to {100 * high:+.1f}"
+    return [
+        ("difference", f"{100 * paired['difference']:+.1f} points", [interval]),
+        ("questions", f"{len(paired['gained'])} gained, {len(paired['lost'])} lost", test),
+    ]
 
 
 def plain_number(value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from assay.evals.stats import difference_interval, paired_test
+from assay.evals import difference_interval, paired_test
 from assay.web.index import END, FINISHES, ROW, SKIPPED, STATUSES, TRAIN, IndexedFile, Place, activity, file_name, fold
 
 OK = STATUSES.index("ok")

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from assay.evals.stats import mcnemar
+from assay.evals import mcnemar
 from assay.runs import Run
 
 if TYPE_CHECKING:

@@ -76,7 +76,10 @@ def diagnose_nonfinite(policy: PolicyModel, loss: float, grad_norm: float, terms
 def dump_batch(run_path: Path, step: int, groups: Sequence[Group], faults: Sequence[Fault]) -> None:
     """Write the faults to `skipped/step-N.json` and the batch to rollout files next to it."""
     path = rollouts.write_rollouts(run_path, step, groups, "skipped")
-    write_json(path.with_suffix(".json"), {"step": step, "updates": [asdict(fault) for fault in faults]})
+    write_json(
+        path.with_suffix(".json"),
+        {"step": step, "updates": [{"what": fault.what, **asdict(fault)} for fault in faults]},
+    )
 
 
 class NonFiniteError(UserError):

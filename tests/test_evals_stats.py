@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from assay.evals import stats
+from assay import evals as stats
 from assay.types import UserError
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from assay import evals as module
 from assay.engine.base import SamplingParams
-from assay.evals import report as module
-from assay.evals.report import Report, compare, evaluate
-from assay.evals.stats import bootstrap, paired_test, wilson
+from assay.evals import Report, bootstrap, compare, evaluate, paired_test, wilson
 from assay.runs.rollouts import read_lines, write_rollouts
 from assay.types import Completion, Finish, Group, Prompt, Rollout, Status, Turn, Verdict
 

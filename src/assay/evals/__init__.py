@@ -1,1 +1,0 @@
-"""Evaluation of models on tasks: accuracy, pass@k, confidence intervals and paired tests."""
