@@ -95,7 +95,7 @@ class ModelJudge(JudgeModel):
 
     def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
         """Return one verdict per (completion, gold answer, fields), in order."""
-        futures = [asyncio.run_coroutine_threadsafe(self._verdict(item), self.endpoint.loop.loop) for item in items]
+        futures = [self.endpoint.loop.submit(self._verdict(item)) for item in items]
         try:
             for done, _ in enumerate(as_completed(futures), start=1):
                 if report is not None:

@@ -36,6 +36,7 @@ from assay.server.service import (
     json_response,
     until_disconnect,
 )
+from assay.system.awaiting import run_in_thread
 from assay.types import Completion, UserError, describe_error
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
@@ -188,8 +189,7 @@ class ChunkedUpdate:
     def __init__(self, engine: Engine, version: int) -> None:
         self.version, self._device = version, engine.info.device
         self._chunks: queue.SimpleQueue[tuple[dict[str, Any], Future[None]] | None] = queue.SimpleQueue()
-        self._done: Future[None] = Future()
-        threading.Thread(target=self._run, args=(engine,), name="weight-update", daemon=True).start()
+        self._done = run_in_thread(lambda: self._run(engine), "weight-update")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         while (item := self._next()) is not None:
@@ -220,12 +220,10 @@ class ChunkedUpdate:
     def _run(self, engine: Engine) -> None:
         try:
             engine.update_weights(self, self.version)
-            self._done.set_result(None)
+        except UserError:
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            known = error if isinstance(error, UserError) else UserError(f"damaged weights: {describe_error(error)}")
-            self._done.set_exception(known)
-        except BaseException as error:
-            self._done.set_exception(error)
+            raise UserError(f"damaged weights: {describe_error(error)}") from error
 
 
 @dataclass(frozen=True)
