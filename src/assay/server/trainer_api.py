@@ -24,7 +24,7 @@ from starlette.routing import Route
 from torch import Tensor
 
 from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk, TokenScores
-from assay.engine.remote.server_side import shared_buffer, weights_of_buffer, weights_of_folder
+from assay.engine.remote.server_side import gpu_of, shared_buffer, weights_of_buffer, weights_of_folder
 from assay.engine.remote.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
 from assay.server.protocol import ApiError, Fields
 from assay.server.service import (
@@ -298,7 +298,7 @@ class EngineControl:
         capabilities = asdict(info.capabilities) | {"handles": False}
         sizes = {"max_length": info.max_length, "max_batch": info.max_batch, "vocab_size": info.vocab_size}
         dtype = str(info.dtype).removeprefix("torch.")
-        gpu = str(torch.cuda.get_device_properties(info.device).uuid) if info.device.type == "cuda" else ""
+        gpu = gpu_of(info.device)
         return {"version": info.version, **sizes, "dtype": dtype, "gpu": gpu, "capabilities": capabilities}
 
     def update_weights(self, source: dict[str, Any], version: int) -> None:
