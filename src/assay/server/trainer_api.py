@@ -31,12 +31,11 @@ from assay.server.service import (
     PROMPT_TOKENS,
     SAMPLED_TOKENS,
     RunningSamples,
-    SequenceBatches,
     Service,
     json_response,
     until_disconnect,
 )
-from assay.system.awaiting import run_in_thread
+from assay.system.awaiting import SequenceBatches, run_in_thread
 from assay.types import Completion, UserError, describe_error
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]

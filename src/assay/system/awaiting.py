@@ -1,5 +1,7 @@
 """How users' functions are called: plain or `async` ones, in threads, with a time limit or a warning.
 
+Also calls that are made concurrently but computed in batches.
+
 All awaitables of users' code run in one event loop, in a thread of its own that exists as long as the process: objects
 that belong to an event loop, such as HTTP sessions, can be kept between calls, and work continues while the engine
 computes. Worker processes have an event loop of their own.
@@ -11,11 +13,16 @@ import math
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from inspect import isawaitable, iscoroutinefunction
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
 
 # asyncio is imported in functions, when the first awaitable is there: most worker processes need no event loop.
 
@@ -252,3 +259,79 @@ def warn_after(seconds: float, text: str) -> Iterator[None]:
         yield
     finally:
         watchdog.remove(key)
+
+
+# Batches
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class SequenceBatches(ABC, Generic[Item, Result]):
+    """Collects the sequences of concurrent calls, and computes those that wait as soon as the last batch is done."""
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: maximum `size` of all sequences of a batch together; a larger sequence is a batch of its own."""
+        self._limit = limit
+        self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._running = 0  # sequences that are being computed
+
+    @abstractmethod
+    async def compute(self, items: list[Item]) -> Sequence[Result]:
+        """One result per sequence. An exception fails all of them."""
+
+    def size(self, item: Item) -> int:
+        return 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many sequences are being computed, and how many wait."""
+        return self._running, len(self._waiting)
+
+    async def submit(self, items: Sequence[Item]) -> list[Result]:
+        """One result per sequence. If the caller is cancelled, sequences that wait are not computed."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Result]] = [loop.create_future() for _ in items]
+        self._waiting.extend(zip(items, futures, strict=True))
+        if self._task is None:
+            self._task = loop.create_task(self._run())
+        return await asyncio.gather(*futures)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while batch := self._take():
+            self._running = len(batch)
+            try:
+                outcomes: Sequence[Result | Exception] = await self.compute([item for item, _ in batch])
+            except Exception as error:
+                outcomes = [error] * len(batch)
+            for (_, future), outcome in zip(batch, outcomes, strict=True):
+                if future.done():  # the request was cancelled
+                    continue
+                if isinstance(outcome, Exception):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+        self._running, self._task = 0, None
+
+    def _take(self) -> list[tuple[Item, asyncio.Future[Result]]]:
+        """The sequences that have waited longest: at least one."""
+        batch: list[tuple[Item, asyncio.Future[Result]]] = []
+        size = 0
+        while self._waiting:
+            item, future = self._waiting[0]
+            size += self.size(item)
+            if batch and size > self._limit and not future.done():
+                break
+            self._waiting.popleft()
+            if future.done():  # the request was cancelled
+                size -= self.size(item)
+            else:
+                batch.append((item, future))
+        return batch
