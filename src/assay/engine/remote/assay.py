@@ -123,9 +123,9 @@ class AssayEngine(RemoteEngine):
         except ServerUnreachable:
             raise
         except ServerError as error:
-            if "(403)" in str(error):
+            if error.status == 403:
                 raise UserError(f"{server.url} does not accept weights: start it with --allow-updates") from None
-            if " 404" in str(error):
+            if error.status == 404:
                 raise UserError(f"{server.url} is no assay server: start `assay serve MODEL --allow-updates`") from None
             raise
         kinds = {"version": int, "max_length": int, "vocab_size": int, "dtype": str, "gpu": str | None}

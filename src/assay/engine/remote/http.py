@@ -60,6 +60,8 @@ TOKEN_BYTES = 1 << 10  # of an answer per token; it has its id, its text (up to 
 class ServerError(UserError):
     """A server could not be used. The line names it and says what to do."""
 
+    status = 0  # of its answer, if it has answered with an error
+
 
 class ServerUnreachable(ServerError):
     """The connection was refused or lost."""
@@ -346,12 +348,16 @@ class HttpServers:
             raise ServerBusy(f"{server.url}{path} is overloaded: {self._hide(message_of(answer))}")
         if status in (401, 403):
             advice = f"set {self.section}.api_key_env to the environment variable that holds its API key"
-            raise ServerError(f"{server.url} refused access ({status}): {advice}")
+            refusal = ServerError(f"{server.url} refused access ({status}): {advice}")
+            refusal.status = status
+            raise refusal
         if status >= 400:
             failed = status >= 500
             hint = self.launched.hint(server.url) if failed and self.launched is not None else ""
             kind = ServerFailed if failed else ServerError
-            raise kind(f"{server.url}{path} answered {status}: {self._hide(message_of(answer))}{hint}")
+            error = kind(f"{server.url}{path} answered {status}: {self._hide(message_of(answer))}{hint}")
+            error.status = status
+            raise error
         if status >= 300:
             raise self.garbage(f"a redirect (status {status}), which is not followed")
         if not answer.text:
