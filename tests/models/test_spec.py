@@ -55,6 +55,7 @@ def test_what_the_decoder_does_not_cover_is_left_to_the_fallback(change):
         ({key: BASE[key] for key in BASE if key != "vocab_size"}, "vocab_size"),
         ({**BASE, "rope_scaling": {"rope_type": "linear"}}, "rope_parameters.*factor"),
         ({**BASE, "hidden_size": 64.5}, "hidden_size must be an integer"),
+        ({**BASE, "model_type": "qwen3"}, "no multiple of num_key_value_heads = 32"),
         ({**BASE, "rope_parameters": 3}, "not valid .*rope_parameters"),
     ],
 )

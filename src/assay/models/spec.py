@@ -202,6 +202,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
         return None
     complete["head_dim"] = get("head_dim") or max(complete["hidden_size"] // complete["num_attention_heads"], 1)
     sizes: dict[str, Any] = {field: checked_size(get(key), key) for field, key in SIZES.items()}
+    if sizes["heads"] % sizes["kv_heads"]:
+        counts = f"num_attention_heads = {sizes['heads']} is no multiple of num_key_value_heads = {sizes['kv_heads']}"
+        raise UserError(f"config.json of this {name} model: {counts}: fetch the model again")
     rotary = int(sizes["head_dim"] * rope.pop("partial"))
     windows = windows_of(complete, family, sizes["layers"])
     if windows is None or rotary % 2 or not 0 < rotary <= sizes["head_dim"]:
