@@ -32,6 +32,12 @@ class EchoEngine(RemoteEngine):
     def _check_servers(self) -> None:
         self.call_all("GET", "/health")
 
+    def _prepare(self) -> None:
+        """Its servers get the names of the weights only."""
+
+    def _sharing_obstacle(self, device: torch.device) -> str:
+        raise AssertionError("it has no transport")
+
     async def _sample(self, batch: SampleBatch) -> None:
         job, version = batch.job, self.info.version
         body = {"prompt": list(job.tokens), "seed": job.request.seed, "samples": list(batch.samples)}

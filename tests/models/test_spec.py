@@ -33,7 +33,10 @@ def test_both_spellings_of_rope_give_the_same_spec():
         {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
         {"model_type": "gemma3_text", "hidden_activation": "gelu"},
         {"model_type": "gemma3_text", "sliding_window": 8, "layer_types": ["chunked_attention", "full_attention"]},
-        {"model_type": "phi3", "rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
+        {
+            "model_type": "phi3",
+            "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8},
+        },
         {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8},
         {"hidden_act": "gelu"},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -50,9 +53,27 @@ def test_what_the_decoder_does_not_cover_is_left_to_the_fallback(change):
     ("config", "named"),
     [
         ({key: BASE[key] for key in BASE if key != "vocab_size"}, "vocab_size"),
-        ({**BASE, "rope_scaling": {"rope_type": "linear"}}, "rope_parameters.factor"),
+        ({**BASE, "rope_scaling": {"rope_type": "linear"}}, "rope_parameters.*factor"),
+        ({**BASE, "hidden_size": 64.5}, "hidden_size must be an integer"),
+        ({**BASE, "model_type": "qwen3"}, "no multiple of num_key_value_heads = 32"),
+        ({**BASE, "rope_parameters": 3}, "not valid .*rope_parameters"),
     ],
 )
-def test_an_incomplete_config_names_what_is_missing(config, named):
+def test_an_incomplete_or_invalid_config_names_what_is_wrong(config, named):
     with pytest.raises(UserError, match=named):
         spec_from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("olmo2", {"norm_eps": 1e-5, "rope_theta": 10_000.0}),
+        ("glm4", {"norm_eps": 1.5625e-7, "qkv_bias": True, "rotary": 64, "kv_heads": 2}),
+        ("mistral", {"kv_heads": 8, "windows": (4096, 4096), "tied": False}),
+        ("gemma3_text", {"head_dim": 256, "rope_theta": 1e6, "local_rope_theta": 1e4, "tied": True}),
+        ("smollm3", {"rope_theta": 2e6, "tied": True, "no_rope": ()}),
+    ],
+)
+def test_keys_that_a_config_lacks_have_the_defaults_of_transformers(family, expected):
+    spec = spec_from_hf({**BASE, "num_attention_heads": 8, "model_type": family})
+    assert spec is not None and {name: getattr(spec, name) for name in expected} == expected

@@ -97,7 +97,7 @@ def test_equal_answers_are_judged_once_and_outputs_are_cached(
         verdicts = judge.judge(items(judge, [*ANSWERS, ANSWERS[0]]), lambda done, _: reported.append(done))
     assert [verdict.parts["score"] for verdict in verdicts] == [verdict.reward for verdict in verdicts]
     assert sum(verdict.status is Status.OK for verdict in verdicts[:3]) == 2 and judge.judged == 3
-    assert reported == [0, 4] and verdicts[3] == verdicts[0]
+    assert reported == [1, 2, 3, 4] and verdicts[3] == verdicts[0]
     with reward_model.RewardModelJudge(cfg) as again:
         assert again.judge(items(again)) == verdicts[:3]
         assert again.process.worker is None and again.cached == 3  # no process was started

@@ -19,7 +19,7 @@ from serve_parts import RunningServer, command
 
 from assay.config import HttpConfig, JudgeConfig
 from assay.rewards.reward_model import RewardModelJudge, RewardModelProcess, activation_of
-from assay.server.classify import ClassifyService, ProcessBatches, activated, make_classify_app
+from assay.server.classify import ClassifyService, ServedBatches, activated, make_classify_app
 from assay.types import Prompt, Status
 
 NAME = "reward"
@@ -74,7 +74,7 @@ def served(process: RewardModelProcess, work: Callable[[Send], Awaitable[Any]], 
     info = INFO if isinstance(process, FakeProcess) else process.call("info")
 
     async def run() -> Any:
-        batches = ProcessBatches(process, max_tokens=24)
+        batches = ServedBatches(process, max_tokens=24)
         service = ClassifyService(NAME, HttpConfig(max_samples=8), capacity, batches=batches, info=info)
         transport = httpx.ASGITransport(make_classify_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

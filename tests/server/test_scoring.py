@@ -18,7 +18,8 @@ from assay.config import HttpConfig
 from assay.engine.base import Capabilities, EngineInfo
 from assay.server.answers import offsets_in
 from assay.server.protocol import MAX_SCORES, ApiError, RequestParser
-from assay.server.service import SequenceBatches, token_texts
+from assay.server.service import token_texts
+from assay.system.awaiting import SequenceBatches
 
 PROMPTS = ["Ann has 7 coins.", 'né "木"\n', "a" * 90]
 TOLERANCE = 1e-4
@@ -213,6 +214,6 @@ def test_batches_have_a_size_limit_and_drop_cancelled_sequences() -> None:
         with pytest.raises(ValueError, match="bad"):
             await bad
         assert batches.batches == [["a", "bb"], ["e" * 12], ["bad"], ["f" * 8, "g"], ["h" * 6]]
-        assert batches.load.running == 0
+        assert batches.sizes == (0, 0)
 
     asyncio.run(run())

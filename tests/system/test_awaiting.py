@@ -1,14 +1,16 @@
-"""Results of users' functions, which may be plain or async."""
+"""Calls of users' functions: results, which may have to be awaited, time limits, and warnings about long calls."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
+from waiting import until
 
-from assay.system.awaiting import attempt, is_async, resolve, then, together
+from assay.system.awaiting import attempt, is_async, resolve, run_with_timeout, then, together, warn_after
 
 
 async def double(number: float) -> float:
@@ -95,3 +97,16 @@ def test_async_functions_are_recognised() -> None:
         async def __call__(self) -> None: ...
 
     assert is_async(double) and is_async(Callable()) and not is_async(len) and not is_async(None)
+
+
+def test_time_limit_and_warning_after_a_delay(recwarn: pytest.WarningsRecorder) -> None:
+    assert run_with_timeout(0, lambda: 1) == run_with_timeout(60.0, lambda: 1) == 1
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
+        run_with_timeout(0.01, lambda: time.sleep(0.5))
+    with pytest.raises(ZeroDivisionError):
+        run_with_timeout(60.0, lambda: 1 / 0)
+    with warn_after(60.0, "too early"):
+        pass
+    with warn_after(0.01, "still running"):
+        until(lambda: bool(recwarn.list), 10)
+    assert [str(warning.message) for warning in recwarn.list] == ["still running"]

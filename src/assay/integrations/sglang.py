@@ -31,7 +31,8 @@ from assay.config import SGLangConfig
 from assay.engine.remote.http import Server, ServerError, ServerStale, ServerUnreachable
 from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
-from assay.engine.remote.transport import IpcTransport, NcclTransport, Transport
+from assay.engine.remote.server_side import gpu_of
+from assay.engine.remote.transport import IpcTransport, NcclTransport
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.models.decoder import Decoder
@@ -121,6 +122,50 @@ class LaunchedSGLang(LaunchedServers):
         return environment | self._visible_devices(index)
 
 
+class GroupTransport(NcclTransport):
+    """Broadcasts from this process to the workers of all servers, in a process group of torch.
+
+    Never run with SGLang: it needs a second GPU. The tests join with another process on CPUs (gloo).
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, host: str) -> None:
+        super().__init__(device, dtype, host)
+        self.store: dist.Store | None = dist.TCPStore(host, self.port, None, True, wait_for_workers=False)
+        limit = dist.distributed_c10d.default_pg_timeout
+        self.client = dist.TCPStore(host, self.port, None, False, limit, wait_for_workers=False)
+
+    def connect(self, world_size: int) -> None:
+        self.communicator = weight_group(self.client, 0, world_size, self.backend)
+
+    def abort(self) -> None:
+        self.store = None  # ends the wait for other processes in `connect`
+        if self.communicator is not None:
+            self.communicator.abort()
+
+    def broadcast(self, chunk: Any) -> None:
+        for _, tensor in chunk:
+            dist.broadcast(tensor, group=self.communicator, group_src=0)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def weight_group(store: dist.Store, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
+    """A process group beside the default one, with processes that are not in the default one.
+
+    torch has no public function for it. SGLang's workers make theirs with the same calls, and keys of the store must be
+    the same on both ends.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    limit = c10d.default_pg_timeout
+    keys = c10d.PrefixStore(GROUP, store)
+    group, _ = c10d._new_process_group_helper(
+        world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), timeout=limit
+    )
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
 class SGLangEngine(PausableEngine):
     health_path = "/model_info"  # /health samples a token, which a server that is paused or sleeps cannot
     kind, section, path = "SGLang", "sglang", GENERATE
@@ -128,7 +173,7 @@ class SGLangEngine(PausableEngine):
     length_fields, forbidden_bias = ("max_new_tokens", "min_new_tokens"), -1e9
     lowest_temperature = 1e-6  # SGLang samples greedily below
     settings_type, launcher = SGLangConfig, LaunchedSGLang
-    start_advice = "start an SGLang server there"
+    start_advice, group_transport = "start an SGLang server there", GroupTransport
 
     def __init__(self, model: PolicyModel, *arguments: Any, **options: Any) -> None:
         self.architecture = architecture_of(model)
@@ -157,11 +202,11 @@ class SGLangEngine(PausableEngine):
             self.call(server, "POST", "/release_memory_occupation", {"tags": sorted(self.released)})
 
     def _prepare(self) -> None:
-        """Choose the transport, and continue servers that an earlier run has left paused."""
+        """Also continues servers that an earlier run has left paused."""
         self.call_all("POST", *self.resume)
         for server in self.servers:
             self._check_vocabulary(server)
-        self.transport = self.choose_transport()
+        super()._prepare()
 
     def _check_vocabulary(self, server: Server) -> None:
         """The vocabulary is in the message with which SGLang rejects a token for `token_ids_logprob`.
@@ -259,21 +304,14 @@ class SGLangEngine(PausableEngine):
 
     # -- how weights get into the servers
 
-    def choose_transport(self) -> Transport:
-        """The one in the settings, or the fastest that is possible."""
-        settings, device, dtype = self.settings, torch.device(self.options.device), self.options.dtype
-        launched = self.launched
+    def _sharing_obstacle(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return "sglang.transport = 'ipc' needs a GPU: use 'folder'"
+        if any(served.workers > 1 for served in self.served.values()):
+            return "sglang.transport = 'ipc' needs servers with one worker each: use 'folder'"
+        settings, launched = self.settings, self.launched
         share_gpu = launched is not None and not (launched.elsewhere or settings.devices)  # on the trainer's GPU
-        kind = settings.transport
-        single = all(served.workers == 1 for served in self.served.values())
-        if kind == "nccl":
-            return self.joined(GroupTransport(device, dtype, self.nccl_host()))
-        if kind == "ipc" and (device.type != "cuda" or not single):
-            need = "servers with one worker each" if device.type == "cuda" else "a GPU"
-            raise UserError(f"sglang.transport = 'ipc' needs {need}: use 'folder'")
-        if kind == "ipc" or (kind == "auto" and device.type == "cuda" and single and share_gpu):
-            return IpcTransport(device, dtype)
-        return self.folder_transport(dtype)
+        return "" if share_gpu or settings.transport == "ipc" else "servers may be on other GPUs"
 
     def _load_folder(self, folder: str, version: int) -> None:
         body = {"model_path": folder, "load_format": "auto", **self._options(version)}
@@ -398,8 +436,7 @@ class BucketPickler(pickle.Pickler):
         from torch.multiprocessing.reductions import reduce_tensor
 
         rebuild, arguments = reduce_tensor(value)
-        gpu = str(torch.cuda.get_device_properties(value.device).uuid)
-        return rebuild, (*arguments[:6], gpu, *arguments[7:])
+        return rebuild, (*arguments[:6], gpu_of(value.device), *arguments[7:])
 
 
 def shared_bucket(buffer: Tensor, layout: Mapping[str, list[Any]]) -> bytes:
@@ -418,47 +455,3 @@ def shared_bucket(buffer: Tensor, layout: Mapping[str, list[Any]]) -> bytes:
     stream = io.BytesIO()
     BucketPickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump({"flattened_tensor": buffer, "metadata": descriptions})
     return stream.getvalue()
-
-
-class GroupTransport(NcclTransport):
-    """Broadcasts from this process to the workers of all servers, in a process group of torch.
-
-    Never run with SGLang: it needs a second GPU. The tests join with another process on CPUs (gloo).
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, host: str) -> None:
-        super().__init__(device, dtype, host)
-        self.store: dist.Store | None = dist.TCPStore(host, self.port, None, True, wait_for_workers=False)
-        limit = dist.distributed_c10d.default_pg_timeout
-        self.client = dist.TCPStore(host, self.port, None, False, limit, wait_for_workers=False)
-
-    def connect(self, world_size: int) -> None:
-        self.communicator = weight_group(self.client, 0, world_size, self.backend)
-
-    def abort(self) -> None:
-        self.store = None  # ends the wait for other processes in `connect`
-        if self.communicator is not None:
-            self.communicator.abort()
-
-    def broadcast(self, chunk: Any) -> None:
-        for _, tensor in chunk:
-            dist.broadcast(tensor, group=self.communicator, group_src=0)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-
-def weight_group(store: dist.Store, rank: int, world_size: int, backend: str) -> dist.ProcessGroup:
-    """A process group beside the default one, with processes that are not in the default one.
-
-    torch has no public function for it. SGLang's workers make theirs with the same calls, and keys of the store must be
-    the same on both ends.
-    """
-    from torch.distributed import distributed_c10d as c10d
-
-    limit = c10d.default_pg_timeout
-    keys = c10d.PrefixStore(GROUP, store)
-    group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], c10d.Backend(backend), keys, group_name=c10d.GroupName(GROUP), timeout=limit
-    )
-    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
-    return group

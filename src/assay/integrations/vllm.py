@@ -26,8 +26,8 @@ from assay.engine.remote.http import Server, ServerError, ServerUnreachable
 from assay.engine.remote.launch import LaunchedServers, plain_environment
 from assay.engine.remote.pausable import PausableEngine, SampledPart, Weights, sample_seed
 from assay.engine.remote.scoring import prompt_body, prompt_scores
-from assay.engine.remote.server_side import KEY
-from assay.engine.remote.transport import IpcTransport, NcclTransport, Transport, ipc_handle
+from assay.engine.remote.server_side import KEY, gpu_of
+from assay.engine.remote.transport import IpcTransport, NcclTransport, ipc_handle
 from assay.engine.sequence import Job
 from assay.integrations.vllm_worker import EXTENSION, MIDDLEWARE, stage
 from assay.models.base import PolicyModel
@@ -154,7 +154,7 @@ class VLLMEngine(PausableEngine):
             self.call(server, "POST", f"/sleep?level={self.settings.sleep_level}")
 
     def _proof(self, server: Server) -> Any:
-        if not all(served.has_extension for served in self.served.values()):
+        if not self._all_extended():
             return super()._proof(server)
         return self.field(self.call(server, "POST", "/collective_rpc", {"method": "assay_digests"}), "results", list)
 
@@ -195,11 +195,11 @@ class VLLMEngine(PausableEngine):
             ) from None
 
     def _prepare(self) -> None:
-        """Choose the transport, and resume servers that an earlier run has left paused or asleep."""
+        """Also resumes servers that an earlier run has left paused or asleep."""
         if self._asleep():
             self.call_all("POST", "/wake_up")
         self.call_all("POST", *self.resume)
-        self.transport = self.choose_transport()
+        super()._prepare()
 
     # -- requests
 
@@ -265,7 +265,7 @@ class VLLMEngine(PausableEngine):
         return self.ranks.on_main(self._digests)
 
     def _digests(self) -> dict[str, str] | None:
-        if not all(served.has_extension for served in self.served.values()):
+        if not self._all_extended():
             return None
         results = self.rpc("assay_digests")
         if any(len(workers) != 1 or not is_digests(workers[0]) for workers in results):
@@ -281,25 +281,18 @@ class VLLMEngine(PausableEngine):
 
     # -- how weights get into the servers
 
-    def choose_transport(self) -> Transport:
-        """The one in the settings, or the fastest that is possible."""
-        settings, device, dtype = self.settings, torch.device(self.options.device), self.options.dtype
-        kind = settings.transport
-        extended = all(served.has_extension for served in self.served.values())
-        if kind == "nccl":
-            return self.joined(NcclTransport(device, dtype, self.nccl_host()))
-        if kind in ("auto", "ipc") and device.type == "cuda" and extended:
-            shared = IpcTransport(device, dtype)
-            with self.reading("no description of its GPU"):
-                gpus = {str(worker["uuid"]) for answer in self.rpc("assay_gpu") for worker in answer}
-            if gpus == {shared.gpu}:
-                return shared
-            if kind == "ipc":
-                raise UserError("transport 'ipc' needs servers on the trainer's GPU: use 'folder' or 'nccl'")
-        elif kind == "ipc":
-            need = f"servers with --worker-extension-cls {EXTENSION}" if device.type == "cuda" else "a GPU"
-            raise UserError(f"vllm.transport = 'ipc' needs {need}: use 'folder'")
-        return self.folder_transport(dtype)
+    def _sharing_obstacle(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return "vllm.transport = 'ipc' needs a GPU: use 'folder'"
+        if not self._all_extended():
+            return f"vllm.transport = 'ipc' needs servers with --worker-extension-cls {EXTENSION}: use 'folder'"
+        with self.reading("no description of its GPU"):
+            gpus = {str(worker["uuid"]) for answer in self.rpc("assay_gpu") for worker in answer}
+        same = gpus == {gpu_of(device)}
+        return "" if same else "transport 'ipc' needs servers on the trainer's GPU: use 'folder' or 'nccl'"
+
+    def _all_extended(self) -> bool:
+        return all(served.has_extension for served in self.served.values())
 
     def _load_folder(self, folder: str, version: int) -> None:
         def body(server: Server) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from assay.engine.remote.server_side import KEY, shared_buffer, weights_of_buffer, weights_of_folder
+from assay.engine.remote.server_side import KEY, gpu_of, shared_buffer, weights_of_buffer, weights_of_folder
 from assay.models.fingerprint import digests
 
 MODULE = "assay.integrations.vllm_worker"  # `__name__` differs if it is run as a program
@@ -99,8 +99,7 @@ class AssayWorker:
 
     def assay_gpu(self) -> dict[str, str]:
         """The physical GPU of this worker."""
-        on_gpu = self.device.type == "cuda"
-        return {"uuid": str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else ""}
+        return {"uuid": gpu_of(self.device)}
 
     @contextmanager
     def _assay_config(self) -> Iterator[None]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -23,6 +23,9 @@ from assay.models.load import read_json, reported_bars
 from assay.models.lora import adapted_layers, is_adapter, merged_state, weight_shapes
 from assay.models.spec import spec_to_hf
 from assay.types import UserError
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 SHARD_BYTES = 5 * 10**9
 WRITERS = 4  # files that are written, and held in memory, at the same time
@@ -60,8 +63,7 @@ def save_model(
         elif isinstance(model, Decoder):
             save_config(model, folder, dtype, special)
             write_json(folder / "generation_config.json", tokens)
-            sizes = [shape.numel() for shape in weight_shapes(model).values()]
-            write_weights(folder, model.weights(), sizes, dtype, shard_bytes)
+            write_weights(folder, model.weights(), weight_shapes(model), dtype, shard_bytes)
         else:
             raise TypeError(f"cannot save a {type(model).__name__}")
     except OSError as error:
@@ -106,33 +108,40 @@ def cast_state(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def write_weights(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], sizes: Sequence[int], dtype: torch.dtype, shard_bytes: int
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    shard_bytes: int,
 ) -> None:
     """Write one model.safetensors, or numbered shards with an index; a few shards are in memory at a time."""
-    shards = split(sizes, dtype.itemsize, shard_bytes)
-    weight_map: dict[str, str] = {}
-    rest = iter(weights)
-
-    def files() -> Iterator[tuple[Path, dict[str, Tensor]]]:
-        for number, count in enumerate(shards, start=1):
-            tensors = {key: value.detach().to("cpu", dtype).contiguous() for key, value in islice(rest, count)}
-            name = shard_name("model", number, len(shards))
-            weight_map.update(dict.fromkeys(tensors, name))
-            yield folder / name, tensors
-
-    write_files(files())
-    assert next(rest, None) is None, "more weights than sizes"
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(sizes) * dtype.itemsize},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
+    plan = shard_plan("model", {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, shard_bytes)
+    write_files(in_shards(folder, plan, ((name, weight.detach().to("cpu", dtype)) for name, weight in weights)))
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def shard_name(stem: str, number: int, count: int) -> str:
-    """The file name that transformers uses."""
-    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+def shard_plan(stem: str, sizes: dict[str, int], shard_bytes: int) -> StateDictSplit:
+    """Which file holds which tensor, as transformers names and divides files. `sizes`: in bytes."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    pattern = f"{stem}{{suffix}}.safetensors"
+    return split_state_dict_into_shards_factory(
+        sizes, get_storage_size=lambda size: size, filename_pattern=pattern, max_shard_size=shard_bytes
+    )
+
+
+def in_shards(
+    folder: Path, plan: StateDictSplit, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[Path, dict[str, Tensor]]]:
+    """Files with their tensors, each as soon as all its tensors are there."""
+    begun: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors:
+        file = plan.tensor_to_filename[name]
+        begun[file][name] = tensor.contiguous()
+        if len(begun[file]) == len(plan.filename_to_tensors[file]):
+            yield folder / file, begun.pop(file)
 
 
 def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
@@ -152,19 +161,6 @@ def write_files(files: Iterable[tuple[Path, dict[str, Tensor]]]) -> None:
             writer.result()
     for path in written:  # after all threads: reading the umask of the process changes it for a moment
         apply_umask(path)
-
-
-def split(sizes: Sequence[int], item_bytes: int, shard_bytes: int) -> list[int]:
-    """Number of consecutive weights per shard: at most `shard_bytes`, unless a single weight is larger."""
-    shards = [0]
-    full = 0
-    for size in sizes:
-        if shards[-1] and full + size * item_bytes > shard_bytes:
-            shards.append(0)
-            full = 0
-        shards[-1] += 1
-        full += size * item_bytes
-    return shards
 
 
 def drop_old_weights(folder: Path) -> None:

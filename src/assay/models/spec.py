@@ -1,7 +1,11 @@
-"""`ModelSpec`: the shape of a decoder, converted from and to a Hugging Face config."""
+"""`ModelSpec`: the shape of a decoder, converted from and to a Hugging Face config.
+
+transformers' own classes read configs: they know the defaults of each family and all spellings of rope parameters.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,12 +39,9 @@ class Family:
     qk_norm: bool = False
     qkv_bias: bool | None = None  # None: the value of `attention_bias`
     out_bias: bool | None = None  # None: the value of `attention_bias`
-    head_dim: int | None = None  # default of configs without it; None: hidden_size / num_attention_heads
-    tied: bool = False  # this and the next: defaults of configs without them
-    rope_theta: float = 10_000.0
-    partial_rotary: float = 0.0  # the config has `partial_rotary_factor`, with this default
+    partial_rotary: bool = False  # the config has `partial_rotary_factor`
     windows: str = ""  # layers to which `sliding_window` applies: "all", or "some" (by `layer_types`)
-    local_rope_theta: float = 0.0  # layers with a window have their own RoPE base, with this default
+    local_rope_theta: float = 0.0  # layers with a window have their own RoPE base; usually this
     query_scalar: bool = False  # the config has `query_pre_attn_scalar`
     no_rope: bool = False  # the config has `no_rope_layers`
     activation_key: str = "hidden_act"
@@ -51,7 +52,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # our names ->
 FAMILIES = {  # by `model_type`
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
     "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, windows="all"),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -65,9 +66,6 @@ FAMILIES = {  # by `model_type`
             scaled_embedding=True,
         ),
         qk_norm=True,
-        head_dim=256,
-        tied=True,
-        rope_theta=1_000_000.0,
         windows="some",
         local_rope_theta=10_000.0,
         query_scalar=True,
@@ -78,7 +76,7 @@ FAMILIES = {  # by `model_type`
             ("use_bidirectional_attention", False),
         ),
     ),
-    "smollm3": Family("SmolLM3ForCausalLM", tied=True, rope_theta=2_000_000.0, no_rope=True),
+    "smollm3": Family("SmolLM3ForCausalLM", no_rope=True),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         BlockDesign(norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"), qk_norm_over_heads=True),
@@ -89,7 +87,7 @@ FAMILIES = {  # by `model_type`
         BlockDesign(fused_qkv=True, fused_gate_up=True),
         qkv_bias=False,
         out_bias=False,
-        partial_rotary=1.0,
+        partial_rotary=True,
         windows="all",
     ),
     "glm4": Family(
@@ -100,8 +98,7 @@ FAMILIES = {  # by `model_type`
             interleaved_rope=True,
         ),
         out_bias=False,
-        head_dim=128,
-        partial_rotary=0.5,
+        partial_rotary=True,
     ),
 }
 SIZES = {  # field of `ModelSpec` -> key of a Hugging Face config
@@ -186,112 +183,95 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec | None:
     """The spec of a Hugging Face config, or None if `Decoder` does not cover the model."""
     name = str(config.get("model_type", ""))
     family = FAMILIES.get(name)
+    if family is None or config.get("quantization_config"):
+        return None
+    required = [key for field, key in SIZES.items() if field not in ("kv_heads", "head_dim", "max_length")]
+    if absent := [key for key in required if config.get(key) is None]:
+        raise UserError(f"config.json of this {name} model lacks {', '.join(absent)}: fetch the model again")
+    for key in required:  # before lists with an entry per layer are made
+        checked_size(config[key], key)
+    complete = with_defaults(config, name)
+    get = complete.get
+    rope = read_rope(complete, family)
     if (
-        family is None
-        or any(config.get(key, value) != value for key, value in family.fixed)
-        or config.get("use_sliding_window")
-        or config.get(family.activation_key) not in (None, ACTIVATIONS[family.design.activation])
-        or config.get("quantization_config")
+        rope is None
+        or any(get(key, value) != value for key, value in family.fixed)
+        or get("use_sliding_window")
+        or get(family.activation_key) not in (None, ACTIVATIONS[family.design.activation])
     ):
         return None
-    rope = read_rope(config, family)
-    if rope is None:
-        return None
-    optional = ("kv_heads", "head_dim", "max_length")
-    absent = [key for field, key in SIZES.items() if field not in optional and config.get(key) is None]
-    if absent:
-        raise UserError(f"config.json of this {name} model lacks {', '.join(absent)}: fetch the model again")
-    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
-    defaults = dict(zip(optional, (heads, family.head_dim or max(hidden // heads, 1), 2048), strict=True))
-    sizes: dict[str, Any] = {field: size_of(config, key, defaults.get(field)) for field, key in SIZES.items()}
+    complete["head_dim"] = get("head_dim") or max(complete["hidden_size"] // complete["num_attention_heads"], 1)
+    sizes: dict[str, Any] = {field: checked_size(get(key), key) for field, key in SIZES.items()}
+    if sizes["heads"] % sizes["kv_heads"]:
+        counts = f"num_attention_heads = {sizes['heads']} is no multiple of num_key_value_heads = {sizes['kv_heads']}"
+        raise UserError(f"config.json of this {name} model: {counts}: fetch the model again")
     rotary = int(sizes["head_dim"] * rope.pop("partial"))
-    windows = windows_of(config, family, sizes["layers"])
+    windows = windows_of(complete, family, sizes["layers"])
     if windows is None or rotary % 2 or not 0 < rotary <= sizes["head_dim"]:
         return None
-    bias = bool(config.get("attention_bias", False))
-    scalar = size_of(config, "query_pre_attn_scalar", sizes["head_dim"])
+    bias = bool(get("attention_bias", False))
+    scalar = checked_size(get("query_pre_attn_scalar"), "query_pre_attn_scalar") if family.query_scalar else 0
+    uses_rope = (
+        complete["no_rope_layers"] if family.no_rope else []
+    )  # despite its name: 1 for a layer with rotary embedding
     return ModelSpec(
         family=name,
         **sizes,
         **rope,
-        norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
-        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        norm_eps=positive("rms_norm_eps", get("rms_norm_eps")),
+        tied=bool(get("tie_word_embeddings")),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=bias if family.out_bias is None else family.out_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=bool(get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         windows=windows,
-        no_rope=no_rope_layers(config, sizes["layers"]) if family.no_rope else (),
+        no_rope=tuple(layer for layer, use in enumerate(uses_rope) if not use),
         rotary=0 if rotary == sizes["head_dim"] else rotary,
-        query_scalar=scalar if family.query_scalar and scalar != sizes["head_dim"] else 0,
+        query_scalar=0 if scalar == sizes["head_dim"] else scalar,
     )
+
+
+def with_defaults(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A config of the family `name` as transformers reads it."""
+    from transformers import AutoConfig  # late: the import takes seconds
+
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the family's may be outside a vocabulary
+    given = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        return vars(AutoConfig.for_model(name, **copy.deepcopy(given) | tokens))
+    except Exception as error:  # values of wrong types make it fail in any way
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"config.json of this {name} model is not valid ({reason}): fetch the model again") from error
 
 
 def read_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any] | None:
     """Fields of `ModelSpec`, and the rotated part of a head as `partial`; None for a scaling that is not supported."""
-    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local = stored.get("sliding_attention") if isinstance(stored, Mapping) else None
-    if isinstance(stored, Mapping) and family.local_rope_theta and FULL in stored:
-        stored = stored[FULL]
-    if not isinstance(stored, Mapping) or not isinstance(local or {}, Mapping):
-        raise UserError(f"config.json: rope_parameters must be an object, not {stored!r:.80}")
-    scaling = dict(stored)
-    theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or family.rope_theta
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    part = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or family.partial_rotary or 1.0
-    if (
-        kind not in ROPE_KEYS
-        or (local or {}).get("rope_type", "default") != "default"
-        or (part != 1.0 and not family.partial_rotary)
-    ):
+    general, local = config["rope_parameters"], {"rope_type": "default", "rope_theta": 0.0}
+    if family.local_rope_theta:
+        general, local = general[FULL], general[SLIDING]
+    kind, part = general["rope_type"], general.get("partial_rotary_factor") or 1.0
+    if kind not in ROPE_KEYS or local["rope_type"] != "default" or (part != 1.0 and not family.partial_rotary):
         return None
-    absent = [f"rope_parameters.{key}" for key in ROPE_KEYS[kind] if key not in scaling]
-    if absent:
-        raise UserError(f"config.json lacks {', '.join(absent)}: fetch the model again")
-    items = ((key, positive(key, scaling[key])) for key in sorted(ROPE_KEYS[kind]))
-    local_theta = (local or {}).get("rope_theta") or config.get("rope_local_base_freq") or family.local_rope_theta
+    items = ((key, positive(key, general[key])) for key in sorted(ROPE_KEYS[kind]))
     return {
-        "rope_theta": positive("rope_theta", theta),
+        "rope_theta": positive("rope_theta", general["rope_theta"]),
         "rope_scaling": () if kind == "default" else (*items, ("rope_type", kind)),
-        "local_rope_theta": positive("rope_theta", local_theta) if family.local_rope_theta else 0.0,
+        "local_rope_theta": positive("rope_theta", local["rope_theta"]) if family.local_rope_theta else 0.0,
         "partial": positive("partial_rotary_factor", part),
     }
 
 
 def windows_of(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...] | None:
     """The sliding window of each layer; None if a layer has another kind of attention."""
-    if not family.windows or config.get("sliding_window") is None:
+    if not family.windows or config["sliding_window"] is None:
         return ()
-    window = size_of(config, "sliding_window")
+    window = checked_size(config["sliding_window"], "sliding_window")
     if family.windows == "all":
         return (window,) * layers
-    kinds = config.get("layer_types")
-    if kinds is None:
-        every = config.get("sliding_window_pattern") or 6
-        kinds = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
-    per_layer("layer_types", kinds, layers)
+    kinds = config["layer_types"]
     if not set(kinds) <= {FULL, SLIDING}:
         return None
     return tuple(window * (kind == SLIDING) for kind in kinds) if SLIDING in kinds else ()
-
-
-def no_rope_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    uses = config.get("no_rope_layers")  # despite its name: 1 for a layer with rotary embedding
-    if uses is None:
-        every = config.get("no_rope_layer_interval") or 4
-        uses = [(layer + 1) % every != 0 for layer in range(layers)]
-    per_layer("no_rope_layers", uses, layers)
-    return tuple(layer for layer, use in enumerate(uses) if not use)
-
-
-def per_layer(key: str, values: Any, layers: int) -> None:
-    if not isinstance(values, list) or len(values) != layers:
-        raise UserError(f"config.json: {key} must be a list with one entry for each of the {layers} layers")
-
-
-def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    return checked_size(default if value is None or (value == 0 and default is not None) else value, key)
 
 
 def checked_size(value: Any, key: str, where: str = "config.json") -> int:

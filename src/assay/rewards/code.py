@@ -1,4 +1,4 @@
-"""The judge of programs: runs the program of a completion with its tests, in disposable processes (`process.runner`).
+"""The judge of programs: runs the program of a completion with its tests, in disposable processes.
 
 Fields of a problem:
 tests         list of tests: Python code that must not raise, or {"call": "f(1)", "expected": JSON value}

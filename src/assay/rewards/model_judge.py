@@ -17,7 +17,8 @@ import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import suppress
 from functools import partial
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 from assay.config import JudgeConfig
 from assay.rewards.pool import Item, JudgeModel, JudgeReport
+from assay.system.awaiting import LoopThread, value_of
 from assay.system.openai_client import Endpoint, EndpointError, Usage
 from assay.types import Status, UserError, Verdict, excerpt
 
@@ -69,33 +71,45 @@ class Judged(NamedTuple):
     written: str
 
 
-class ModelJudge(JudgeModel):
-    """Judges answers by requests to a model, concurrently."""
+class NotJudged(UserError):
+    """An answer that the model could not judge; others may be judged."""
 
-    def __init__(self, cfg: JudgeConfig) -> None:
-        self.cfg = cfg
-        if not cfg.model:
-            raise UserError("no judge: set judge.model to the name of a model at judge.url")
-        self.rubric, self.template = rubric_of(cfg), template_of(cfg)
-        self.cache = ReplyCache(cfg.cache, is_reply) if cfg.cache else None
-        self.endpoint = Endpoint(cfg, "judge")
+
+class ConcurrentJudge(JudgeModel):
+    """Judges answers concurrently, in an event loop. Replies are cached, and equal requests are sent once."""
+
+    def __init__(
+        self, cfg: JudgeConfig, endpoint: Endpoint | None, is_valid: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        """`endpoint`: None for a model on this machine. `is_valid`: whether a cached reply has the right form."""
+        self.cfg, self._endpoint = cfg, endpoint
+        self.cache = ReplyCache(cfg.cache, is_valid) if cfg.cache else None
+        self.loop = LoopThread() if endpoint is None else endpoint.loop
         self.cached = 0  # replies that were read from the cache
-        self._top = list(TOP_LOGPROBS if cfg.probabilities else (0,))
         self._asked: dict[str, asyncio.Task[dict[str, Any]]] = {}  # requests under way, which equal ones share
 
     def close(self) -> None:
-        self.endpoint.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+        elif self.loop.running:
+            self.loop.stop()
 
     @property
     def usage(self) -> Usage:
-        return self.endpoint.usage
+        return Usage() if self._endpoint is None else self._endpoint.usage
+
+    @property
+    def spent(self) -> str:
+        """What the model has been asked so far, for people, without replies from the cache."""
+        return str(self.usage)
 
     def describe_usage(self) -> str:
-        return f"judge {self.cfg.model}: {self.usage}" + (f", {self.cached:,} from the cache" if self.cached else "")
+        return f"judge {self.cfg.model}: {self.spent}" + (f", {self.cached:,} from the cache" if self.cached else "")
 
     def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
         """Return one verdict per (completion, gold answer, fields), in order."""
-        futures = [asyncio.run_coroutine_threadsafe(self._verdict(item), self.endpoint.loop.loop) for item in items]
+        tasks = self.loop.call(self._start(items))  # all begin together
+        futures = [self.loop.submit(value_of(task)) for task in tasks]
         try:
             for done, _ in enumerate(as_completed(futures), start=1):
                 if report is not None:
@@ -105,21 +119,61 @@ class ModelJudge(JudgeModel):
             for future in futures:
                 future.cancel()
 
-    # -- these run in the thread of the endpoint's loop
+    # -- these run in the thread of the loop
+
+    async def _start(self, items: Sequence[Item]) -> list[asyncio.Task[Verdict]]:
+        return [asyncio.ensure_future(self._verdict(item)) for item in items]
 
     async def _verdict(self, item: Item) -> Verdict:
         try:
-            judged = await asyncio.gather(*(self._ask(text) for text in self._requests(item)))
+            reward, parsed, parts = await self._judged(item)
         except EndpointError as error:
-            status = Status.TIMEOUT if error.timed_out else Status.ERROR
-            return Verdict(0.0, status, detail=str(error))
-        except UserError as error:
+            return Verdict(0.0, Status.TIMEOUT if error.timed_out else Status.ERROR, detail=str(error))
+        except NotJudged as error:
             return Verdict(0.0, Status.ERROR, detail=str(error))
-        reward = sum(reply.reward for reply in judged) / len(judged)
+        return Verdict(reward, Status.OK if reward >= self.cfg.threshold else Status.WRONG, parsed, parts)
+
+    @abstractmethod
+    async def _judged(self, item: Item) -> tuple[float, str, dict[str, float]]:
+        """The reward of an answer, what the model has said, and scores by name. Raises `NotJudged`, `EndpointError`."""
+
+    async def _reply(
+        self, request: Mapping[str, Any], send: Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """The reply to a request: from the cache, from an equal request under way, or from `send`."""
+        if self.cache is not None and (known := self.cache.get(request)) is not None:
+            self.cached += 1
+            return known
+        key = json.dumps(request, sort_keys=True)
+        task = self._asked.get(key)
+        if task is None:
+            task = self._asked[key] = asyncio.ensure_future(self._stored(request, send()))
+            task.add_done_callback(lambda _: self._asked.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def _stored(self, request: Mapping[str, Any], sent: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        reply = await sent
+        if self.cache is not None:
+            self.cache.put(request, reply)
+        return reply
+
+
+class ModelJudge(ConcurrentJudge):
+    """Judges answers by requests to a language model."""
+
+    def __init__(self, cfg: JudgeConfig) -> None:
+        if not cfg.model:
+            raise UserError("no judge: set judge.model to the name of a model at judge.url")
+        self.rubric, self.template = rubric_of(cfg), template_of(cfg)
+        self.endpoint = Endpoint(cfg, "judge")
+        super().__init__(cfg, self.endpoint, is_reply)
+        self._top = list(TOP_LOGPROBS if cfg.probabilities else (0,))
+
+    async def _judged(self, item: Item) -> tuple[float, str, dict[str, float]]:
+        judged = await asyncio.gather(*(self._ask(text) for text in self._requests(item)))
         names = [f"yes_{number}" for number in range(1, len(judged) + 1)] if self.cfg.questions else ["score"]
         parts = {name: reply.score for name, reply in zip(names, judged, strict=True)}
-        status = Status.OK if reward >= self.cfg.threshold else Status.WRONG
-        return Verdict(reward, status, ", ".join(reply.written for reply in judged), parts)
+        return sum(reply.reward for reply in judged) / len(judged), ", ".join(reply.written for reply in judged), parts
 
     def _requests(self, item: Item) -> list[str]:
         """The messages to the model: one per question, or one with the rubric."""
@@ -130,35 +184,23 @@ class ModelJudge(JudgeModel):
         return [fill(template, values | {"rubric": self.rubric, "check": check}) for check in checks]
 
     async def _ask(self, text: str) -> Judged:
-        reply = await self._reply(text)
+        reply = await self._reply_to(text)
         judged = read_yes_no(reply) if self.cfg.questions else read_score(reply, self.cfg.scale)
         if judged is None:
             wanted = "neither yes nor no" if self.cfg.questions else f"no score from 1 to {self.cfg.scale}"
             shown = excerpt(reply["text"], 80)
-            raise UserError(f"the judge {self.cfg.model} replied {shown!r}, in which there is {wanted}")
+            raise NotJudged(f"the judge {self.cfg.model} replied {shown!r}, in which there is {wanted}")
         return judged
 
-    async def _reply(self, text: str) -> dict[str, Any]:
-        """The reply to a message: from the cache, from an equal request under way, or from the endpoint."""
+    async def _reply_to(self, text: str) -> dict[str, Any]:
         while True:
             body = self._body(text)
-            request = {"url": self.endpoint.url, **body, **self.endpoint.extra}
-            if self.cache is not None and (known := self.cache.get(request)) is not None:
-                self.cached += 1
-                return known
-            key = json.dumps(request, sort_keys=True)
-            task = self._asked.get(key)
-            if task is None:
-                task = self._asked[key] = asyncio.ensure_future(self._send(body, request))
-                task.add_done_callback(partial(self._forget, key))
             try:
-                return await asyncio.shield(task)
+                request = {"url": self.endpoint.url, **body, **self.endpoint.extra}
+                return await self._reply(request, partial(self._send, body))
             except EndpointError as error:
                 if not self._request_fewer(error, body):
                     raise
-
-    def _forget(self, key: str, _: object) -> None:
-        self._asked.pop(key, None)
 
     def _body(self, text: str) -> dict[str, Any]:
         messages = [{"role": "user", "content": text}]
@@ -166,7 +208,7 @@ class ModelJudge(JudgeModel):
         body |= {"temperature": self.cfg.temperature, "max_tokens": self.cfg.max_tokens}
         return body | ({"logprobs": True, "top_logprobs": self._top[0]} if self._top[0] else {})
 
-    async def _send(self, body: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send(self, body: Mapping[str, Any]) -> dict[str, Any]:
         answer = await self.endpoint.post(PATH, body)
         choices = answer.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
@@ -176,10 +218,7 @@ class ModelJudge(JudgeModel):
             raise self.endpoint.garbage(PATH, answer, "text")
         self.usage.add(answer)
         logprobs = choice.get("logprobs")
-        reply = {"text": text, "tokens": tokens_of(logprobs.get("content") if isinstance(logprobs, dict) else None)}
-        if self.cache is not None:
-            self.cache.put(request, reply)
-        return reply
+        return {"text": text, "tokens": tokens_of(logprobs.get("content") if isinstance(logprobs, dict) else None)}
 
     def _request_fewer(self, error: EndpointError, body: Mapping[str, Any]) -> bool:
         """Whether the endpoint rejects this number of alternatives, and a smaller one can be requested."""

@@ -27,10 +27,9 @@ from assay.rewards.judge import (
     prepare_judge,
     sees_group,
 )
-from assay.system.awaiting import resolve, then, together
+from assay.system.awaiting import resolve, then, together, warn_after
 from assay.system.sandbox import Level, WorkerSettings, environment
 from assay.system.spawn import BadMessage
-from assay.system.threads import warn_after
 from assay.system.worker_pool import ItemFailure, StartFailed, WorkerPool
 from assay.types import Closeable, Prompt, Status, UserError, Verdict, describe_error, is_valid_reward, plural
 

@@ -10,167 +10,104 @@ import asyncio
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from assay.config import JudgeConfig
-from assay.rewards.model_judge import ModelJudge, ReplyCache, is_finite_number, question_of
-from assay.rewards.pool import Item, JudgeModel, JudgeReport
+from assay.rewards.model_judge import ConcurrentJudge, ModelJudge, NotJudged, is_finite_number, question_of
+from assay.rewards.pool import Item, JudgeModel
+from assay.system.awaiting import SequenceBatches
 from assay.system.model_files import check_model_files
-from assay.system.openai_client import Endpoint, EndpointError, Usage
+from assay.system.openai_client import Endpoint
 from assay.system.spawn import RemoteWorker, WorkerDied, exit_reason, serve
-from assay.types import Status, UserError, Verdict, describe_error, excerpt
+from assay.types import UserError, describe_error, excerpt
 
-AT_ONCE = 256  # conversations per call of the process, between which progress is reported
+AT_ONCE = 256  # sequences per call of the process
 PATHS = {"classify": "/classify", "pooling": "/pooling", "sglang": "/classify"}
 Conversation = Sequence[Mapping[str, Any]]  # messages; the last is the answer
 ModelInput = Conversation | str | Sequence[int]  # a conversation, a text, or token ids
 Failed = str  # why there are no outputs
 Outputs = list[float] | Failed
-Result = list[float] | Verdict  # the outputs of the model, or the verdict on a conversation without
 
 
 def make_model_judge(cfg: JudgeConfig) -> JudgeModel:
     return RewardModelJudge(cfg) if cfg.kind == "reward_model" else ModelJudge(cfg)
 
 
-class RewardModelJudge(JudgeModel):
+class RewardModelJudge(ConcurrentJudge):
     """Judges answers by the outputs of a classification model."""
 
     def __init__(self, cfg: JudgeConfig) -> None:
-        self.cfg = cfg
         if not cfg.model:
             raise UserError("no judge: set judge.model to the folder of a reward model, or its name at judge.url")
         if cfg.url and cfg.api == "sglang" and not cfg.tokenizer:
             raise UserError("judge.api = 'sglang' needs judge.tokenizer, the folder or hub id of the model's tokenizer")
-        self.cache = ReplyCache(cfg.cache, lambda reply: is_outputs(reply.get("outputs"))) if cfg.cache else None
         self.endpoint = Endpoint(cfg, "judge", root=True) if cfg.url else None
-        self.cached = 0  # outputs that were read from the cache
+        super().__init__(cfg, self.endpoint, lambda reply: is_outputs(reply.get("outputs")))
         self.judged = 0  # conversations that the local model has judged
         local = self.endpoint is None
         self.process = RewardModelProcess(cfg.model if local else cfg.tokenizer, cfg.device, with_model=local)
+        given = ("outputs", cfg.batch_tokens) if local else ("render",)
+        self._batches = ProcessBatches(self.process, *given)
         self._identity = {"url": self.endpoint.url, "api": cfg.api} if self.endpoint else local_identity(cfg.model)
 
     def close(self) -> None:
         try:
-            if self.endpoint is not None:
-                self.endpoint.close()
+            super().close()
         finally:
             self.process.close()
 
     @property
-    def usage(self) -> Usage:
-        return Usage() if self.endpoint is None else self.endpoint.usage
+    def spent(self) -> str:
+        return super().spent if self.endpoint else f"{self.judged:,} answers judged"
 
-    def describe_usage(self) -> str:
-        spent = str(self.usage) if self.endpoint else f"{self.judged:,} answers judged"
-        return f"judge {self.cfg.model}: {spent}" + (f", {self.cached:,} from the cache" if self.cached else "")
+    async def _judged(self, item: Item) -> tuple[float, str, dict[str, float]]:
+        conversation, extra = conversation_of(item), self.endpoint.extra if self.endpoint else {}
+        request = {"reward_model": self.cfg.model, **self._identity, "messages": conversation, "extra": extra}
+        reply = await self._reply(request, partial(self._send, conversation))
+        score = score_of(reply["outputs"], self.cfg)
+        return reward_of(score, self.cfg), f"{score:.4g}", {"score": score}
 
-    def judge(self, items: Sequence[Item], report: JudgeReport | None = None) -> list[Verdict]:
-        """Return one verdict per (completion, gold answer, fields), in order. Equal ones are computed once."""
-        conversations = [conversation_of(item) for item in items]
-        keys = [str(conversation) for conversation in conversations]
-        different = dict(zip(keys, conversations, strict=True))
-        stored = {key: self._stored(conversation) for key, conversation in different.items()}
-        known: dict[str, Result] = {key: outputs for key, outputs in stored.items() if outputs is not None}
-        wanted = {key: conversation for key, conversation in different.items() if key not in known}
-        self.cached += sum(key in known for key in keys)
-        if report is not None:
-            report(len(known), len(items))
-        names = list(wanted)
-        step = AT_ONCE if self.endpoint is None else max(len(names), 1)
-        for start in range(0, len(names), step):
-            part = names[start : start + step]
-            for key, outputs in zip(part, self._outputs([wanted[key] for key in part]), strict=True):
-                known[key] = outputs
-                self._store(wanted[key], outputs)
-            if report is not None:
-                report(sum(key in known for key in keys), len(items))
-        return [self._verdict(known[key]) for key in keys]
+    async def _send(self, conversation: Conversation) -> dict[str, Any]:
+        if self.endpoint is not None:
+            return {"outputs": await self._from_endpoint(self.endpoint, conversation)}
+        outputs = await self._from_process(conversation)
+        self.judged += 1
+        return {"outputs": outputs}
 
-    def _verdict(self, outputs: Result) -> Verdict:
-        if isinstance(outputs, Verdict):
-            return Verdict(outputs.reward, outputs.status, detail=outputs.detail)
+    async def _from_process(self, conversation: Conversation) -> list[Any]:
+        """Outputs of the local model, or token ids."""
         try:
-            score = score_of(outputs, self.cfg)
-        except UserError as error:
-            return failure(str(error))
-        reward = reward_of(score, self.cfg)
-        status = Status.OK if reward >= self.cfg.threshold else Status.WRONG
-        return Verdict(reward, status, f"{score:.4g}", {"score": score})
-
-    # -- the cache
-
-    def _request(self, conversation: Conversation) -> dict[str, Any]:
-        extra = self.endpoint.extra if self.endpoint else {}
-        return {"reward_model": self.cfg.model, **self._identity, "messages": conversation, "extra": extra}
-
-    def _stored(self, conversation: Conversation) -> list[float] | None:
-        reply = self.cache.get(self._request(conversation)) if self.cache is not None else None
-        return reply["outputs"] if reply is not None else None
-
-    def _store(self, conversation: Conversation, outputs: Result) -> None:
-        if self.cache is not None and is_outputs(outputs):
-            self.cache.put(self._request(conversation), {"outputs": outputs})
-
-    # -- outputs of a model in a process, or behind an endpoint
-
-    def _outputs(self, conversations: Sequence[Conversation]) -> list[Result]:
-        try:
-            if self.endpoint is not None:
-                return self._from_endpoint(conversations)
-            results = self._call("outputs", conversations, self.cfg.batch_tokens)
+            (result,) = await self._batches.submit([conversation])
         except WorkerDied as death:  # the next call starts another
-            why = f"the process of the reward model ended ({exit_reason(death.exit_code)}): is there enough memory?"
-            return [failure(why) for _ in conversations]
-        except RuntimeError as error:
-            return [failure(f"the reward model failed: {error}") for _ in conversations]
-        self.judged += sum(isinstance(result, list) for result in results)
-        return [result if isinstance(result, list) else failure(result) for result in results]
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return self.process.call(method, *arguments)
+            reason = exit_reason(death.exit_code)
+            raise NotJudged(f"the process of the reward model ended ({reason}): is there enough memory?") from None
         except UserError as error:
             setting = "judge.model" if self.endpoint is None else "judge.tokenizer"
             advice = "give a folder or a hub id, or set judge.url to the server of the model"
             raise UserError(f"{setting}: {error}: {advice}") from None
+        except RuntimeError as error:
+            raise NotJudged(f"the reward model failed: {error}") from None
+        if isinstance(result, str):
+            raise NotJudged(result)
+        return result
 
-    def _from_endpoint(self, conversations: Sequence[Conversation]) -> list[Result]:
-        assert self.endpoint is not None
-        tokens = self._call("render", conversations) if self.cfg.tokenizer else [None] * len(conversations)
-
-        async def send_all() -> list[Result]:
-            return list(await asyncio.gather(*map(self._send, conversations, tokens)))
-
-        return self.endpoint.loop.call(send_all())
-
-    def _body(self, conversation: Conversation, ids: list[int] | None) -> dict[str, Any]:
+    async def _from_endpoint(self, endpoint: Endpoint, conversation: Conversation) -> list[float]:
         body: dict[str, Any] = {"model": self.cfg.model}
+        ids = await self._from_process(conversation) if self.cfg.tokenizer else None
         if self.cfg.api == "sglang":
-            return body | {"input_ids": ids}
-        content = {"messages": conversation} if ids is None else {"input": ids}
-        return body | content | {"use_activation": False}  # the outputs themselves, not probabilities
-
-    async def _send(self, conversation: Conversation, ids: list[int] | str | None) -> Result:
-        """`ids`: token ids, or why there are none; None: send the messages."""
-        assert self.endpoint is not None
-        if isinstance(ids, str):
-            return failure(ids)
+            body["input_ids"] = ids
+        else:
+            body |= {"messages": conversation} if ids is None else {"input": ids}
+            body["use_activation"] = False  # the outputs themselves, not probabilities
         path = PATHS[self.cfg.api]
-        try:
-            answer = await self.endpoint.post(path, self._body(conversation, ids))
-            outputs = outputs_in(answer)
-            if outputs is None:
-                raise self.endpoint.garbage(path, answer, "outputs of a classification model")
-        except EndpointError as error:
-            return Verdict(0.0, Status.TIMEOUT if error.timed_out else Status.ERROR, detail=str(error))
+        answer = await endpoint.post(path, body)
+        outputs = outputs_in(answer)
+        if outputs is None:
+            raise endpoint.garbage(path, answer, "outputs of a classification model")
         self.usage.add(with_usage(answer))
         return outputs
-
-
-def failure(detail: str) -> Verdict:
-    return Verdict(0.0, Status.ERROR, detail=detail)
 
 
 def conversation_of(item: Item) -> Conversation:
@@ -185,15 +122,13 @@ def conversation_of(item: Item) -> Conversation:
 def score_of(outputs: Sequence[float], cfg: JudgeConfig) -> float:
     """The score that the settings select from the outputs."""
     if not all(map(math.isfinite, outputs)):
-        raise UserError(f"the outputs of the reward model are not finite: {list(outputs)}")
+        raise NotJudged(f"the outputs of the reward model are not finite: {list(outputs)}")
     if cfg.label_values:
         if len(cfg.label_values) != len(outputs):
-            raise UserError(f"judge.label_values has {len(cfg.label_values)} values, the model {len(outputs)} outputs")
-        largest = max(outputs)
-        weights = [math.exp(output - largest) for output in outputs]
-        return sum(w * value for w, value in zip(weights, cfg.label_values, strict=True)) / sum(weights)
+            raise NotJudged(f"judge.label_values has {len(cfg.label_values)} values, the model {len(outputs)} outputs")
+        return sum(p * value for p, value in zip(softmax(outputs), cfg.label_values, strict=True))
     if cfg.label >= len(outputs):
-        raise UserError(f"judge.label = {cfg.label}, but the model has {len(outputs)} outputs, numbered from 0")
+        raise NotJudged(f"judge.label = {cfg.label}, but the model has {len(outputs)} outputs, numbered from 0")
     return outputs[cfg.label]
 
 
@@ -204,6 +139,11 @@ def reward_of(score: float, cfg: JudgeConfig) -> float:
 
 def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def softmax(outputs: Sequence[float]) -> list[float]:
+    weights = [math.exp(output - max(outputs)) for output in outputs]
+    return [weight / sum(weights) for weight in weights]
 
 
 def outputs_in(answer: Mapping[str, Any]) -> list[float] | None:
@@ -271,6 +211,18 @@ class RewardModelProcess:
             worker.close()
             raise
         return worker
+
+
+class ProcessBatches(SequenceBatches[ModelInput, Any]):
+    """Passes the sequences of concurrent calls to a method of the process of a model, together."""
+
+    def __init__(self, process: RewardModelProcess, method: str, *options: int) -> None:
+        super().__init__(AT_ONCE)
+        self._process, self._call = process, (method, options)
+
+    async def compute(self, items: list[ModelInput]) -> Sequence[Any]:
+        method, options = self._call
+        return await asyncio.to_thread(self._process.call, method, items, *options)
 
 
 class RewardModelWorker:

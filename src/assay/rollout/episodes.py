@@ -21,8 +21,7 @@ from typing import Any, Protocol
 from assay.engine.base import EngineInfo, Request, RequestError, SampleCounter, SamplingParams
 from assay.engine.client import EngineClient, ReceiveChunk
 from assay.envs.base import Env, Observation, Step, as_messages, error_step, is_masked
-from assay.system.awaiting import awaited, is_async, resolve, submit
-from assay.system.threads import run_in_thread, warn_after
+from assay.system.awaiting import awaited, is_async, resolve, run_in_thread, submit, warn_after
 from assay.text import Renderer
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict, plural
 

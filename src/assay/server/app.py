@@ -16,6 +16,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -43,12 +44,6 @@ from assay.system.http_server import is_same_origin
 from assay.types import Completion, Finish, UserError
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-# The answer to a browser that asks what a web page may send.
-PREFLIGHT = {
-    "Access-Control-Allow-Methods": "GET, POST",
-    "Access-Control-Allow-Headers": "*, Authorization",
-    "Access-Control-Max-Age": "600",
-}
 
 
 class Gate:
@@ -61,21 +56,15 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         status = 0
-        # A server with a key may be used by web pages of any origin: browsers add no keys by themselves.
-        for_pages = bool(self.service.api_key)
 
         async def counted(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if for_pages:
-                    message["headers"] = [*message.get("headers", ()), (b"access-control-allow-origin", b"*")]
             await send(message)
 
         try:
-            if for_pages and scope["method"] == "OPTIONS":
-                await Response(status_code=204, headers=PREFLIGHT)(scope, receive, counted)
-            elif error := self._refusal(scope):
+            if error := self._refusal(scope):
                 await error_response(error)(scope, receive, counted)
             else:
                 await self.app(scope, receive, counted)
@@ -253,7 +242,11 @@ def with_common_routes(routes: Sequence[BaseRoute], service: HttpService) -> Any
         Route("/metrics", prometheus),
     ]
     handlers: Any = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_other_error}
-    return Gate(Starlette(routes=[*routes, *common], exception_handlers=handlers), service)
+    app = Gate(Starlette(routes=[*routes, *common], exception_handlers=handlers), service)
+    if not service.api_key:
+        return app
+    # A server with a key may be used by web pages of any origin: browsers add no keys by themselves.
+    return CORSMiddleware(app, allow_origins=["*"], allow_methods=["GET", "POST"], allow_headers=["*"])
 
 
 def unsupported(path: str, message: str) -> Route:

@@ -20,34 +20,38 @@ from starlette.routing import Route
 
 from assay.config import HttpConfig
 from assay.engine.base import EngineLoad
-from assay.rewards.reward_model import ModelInput, Outputs, RewardModelProcess, sigmoid
+from assay.rewards.reward_model import (
+    AT_ONCE,
+    ModelInput,
+    Outputs,
+    ProcessBatches,
+    RewardModelProcess,
+    sigmoid,
+    softmax,
+)
 from assay.server.app import unsupported, with_common_routes
 from assay.server.protocol import ApiError, Fields, check_model, parse_inputs, parse_messages
 from assay.server.server import make_http_server, nothing
-from assay.server.service import LATENCY, PROMPT_TOKENS, HttpService, SequenceBatches, json_response
+from assay.server.service import LATENCY, PROMPT_TOKENS, HttpService, json_response
 from assay.system.http_server import serve_until_stopped
 from assay.system.spawn import WorkerDied, exit_reason
 from assay.types import describe_error
 
-AT_ONCE = 256  # sequences per call of the process
 BATCH_TOKENS = 16_384  # maximum tokens of a batch, with padding
 FIELDS = {"model", "input", "messages", "use_activation"}
 Result = tuple[Outputs, int]  # outputs, or why there are none; number of tokens
 
 
-class ProcessBatches(SequenceBatches[ModelInput, Result]):
-    """Computes sequences in the process of the model."""
+class ServedBatches(ProcessBatches):
+    """The sequences of requests. Errors are answers to them."""
 
     def __init__(self, process: RewardModelProcess, max_tokens: int = 0) -> None:
         """`max_tokens`: per sequence; 0: what the model allows."""
-        super().__init__(AT_ONCE)
-        self._process, self._max_tokens = process, max_tokens
+        super().__init__(process, "classify", BATCH_TOKENS, max_tokens)
 
     async def compute(self, items: list[ModelInput]) -> Sequence[Result]:
-        """Raises `ApiError` if the process of the model fails."""
-        call = asyncio.to_thread(self._process.call, "classify", items, BATCH_TOKENS, self._max_tokens)
         try:
-            return await call
+            return await super().compute(items)
         except Exception as error:
             self._process.close()  # a process cannot continue after a CUDA error
             raise failure_of(error) from None
@@ -68,7 +72,7 @@ def failure_of(error: Exception) -> ApiError:
 class ClassifyService(HttpService):
     """What the routes of a classification model need."""
 
-    batches: ProcessBatches
+    batches: ServedBatches
     info: Mapping[str, Any]  # of `RewardModelWorker.info`
 
     @property
@@ -76,7 +80,7 @@ class ClassifyService(HttpService):
         return self.info["max_length"]
 
     async def state(self) -> tuple[EngineLoad, int]:
-        return self.batches.load, 0
+        return EngineLoad(*self.batches.sizes), 0
 
     def parse_body(self, tree: Mapping[str, Any]) -> tuple[list[ModelInput], bool]:
         """The items, and whether to return probabilities instead of the outputs of the model."""
@@ -118,8 +122,7 @@ def activated(outputs: Sequence[float], activation: str) -> list[float]:
         return list(outputs)
     if activation == "sigmoid":
         return list(map(sigmoid, outputs))
-    weights = [math.exp(logit - max(outputs)) for logit in outputs]
-    return [weight / sum(weights) for weight in weights]
+    return softmax(outputs)
 
 
 def make_classify_app(service: ClassifyService) -> Any:
@@ -150,7 +153,7 @@ def serve_classifier(
     """Serve until Ctrl-C or SIGTERM; must be called in the main thread."""
 
     async def run() -> None:
-        batches, info = ProcessBatches(process, cfg.max_prompt_tokens), process.call("info")
+        batches, info = ServedBatches(process, cfg.max_prompt_tokens), process.call("info")
         service = ClassifyService(name, cfg, AT_ONCE + cfg.queue, batches=batches, info=info)
         try:
             server = make_http_server(make_classify_app(service), cfg, on_ready)

@@ -24,18 +24,18 @@ from starlette.routing import Route
 from torch import Tensor
 
 from assay.engine.base import Engine, Event, Failed, Finished, Request, TokenChunk, TokenScores
-from assay.engine.remote.server_side import shared_buffer, weights_of_buffer, weights_of_folder
+from assay.engine.remote.server_side import gpu_of, shared_buffer, weights_of_buffer, weights_of_folder
 from assay.engine.remote.wire import FLOATS, IDS, WireError, event_to_json, pack, request_from_json, unpack
 from assay.server.protocol import ApiError, Fields
 from assay.server.service import (
     PROMPT_TOKENS,
     SAMPLED_TOKENS,
     RunningSamples,
-    SequenceBatches,
     Service,
     json_response,
     until_disconnect,
 )
+from assay.system.awaiting import SequenceBatches, run_in_thread
 from assay.types import Completion, UserError, describe_error
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
@@ -188,8 +188,7 @@ class ChunkedUpdate:
     def __init__(self, engine: Engine, version: int) -> None:
         self.version, self._device = version, engine.info.device
         self._chunks: queue.SimpleQueue[tuple[dict[str, Any], Future[None]] | None] = queue.SimpleQueue()
-        self._done: Future[None] = Future()
-        threading.Thread(target=self._run, args=(engine,), name="weight-update", daemon=True).start()
+        self._done = run_in_thread(lambda: self._run(engine), "weight-update")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         while (item := self._next()) is not None:
@@ -220,12 +219,10 @@ class ChunkedUpdate:
     def _run(self, engine: Engine) -> None:
         try:
             engine.update_weights(self, self.version)
-            self._done.set_result(None)
+        except UserError:
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            known = error if isinstance(error, UserError) else UserError(f"damaged weights: {describe_error(error)}")
-            self._done.set_exception(known)
-        except BaseException as error:
-            self._done.set_exception(error)
+            raise UserError(f"damaged weights: {describe_error(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -300,7 +297,7 @@ class EngineControl:
         capabilities = asdict(info.capabilities) | {"handles": False}
         sizes = {"max_length": info.max_length, "max_batch": info.max_batch, "vocab_size": info.vocab_size}
         dtype = str(info.dtype).removeprefix("torch.")
-        gpu = str(torch.cuda.get_device_properties(info.device).uuid) if info.device.type == "cuda" else ""
+        gpu = gpu_of(info.device)
         return {"version": info.version, **sizes, "dtype": dtype, "gpu": gpu, "capabilities": capabilities}
 
     def update_weights(self, source: dict[str, Any], version: int) -> None:

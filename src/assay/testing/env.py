@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from assay.envs.base import Env, Observation, Step, is_masked, validate_step
-from assay.system.awaiting import resolve
-from assay.system.threads import run_with_timeout
+from assay.system.awaiting import resolve, run_with_timeout
 from assay.tasks.base import SPLITS, NoSuchSplit, overlap
 from assay.types import Prompt, UserError, describe_error, plural
 

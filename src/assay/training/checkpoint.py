@@ -10,7 +10,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel, save_adapter, save_model
-from assay.models.export import shard_name, split, write_files
+from assay.models.export import in_shards, shard_plan, write_files
 from assay.runs import checkpoints
 from assay.runs.files import read_json
 from assay.runs.resolve import SETTINGS
@@ -162,7 +161,5 @@ def load_optimizer(run_path: Path, step: int, policy: PolicyModel, optimizer: to
 
 
 def files_of(tensors: dict[str, Tensor], folder: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
-    counts = split([tensor.nbytes for tensor in tensors.values()], 1, FILE_BYTES)
-    rest = iter(tensors.items())
-    for number, count in enumerate(counts, start=1):
-        yield folder / shard_name(WHOLE, number, len(counts)), dict(islice(rest, count))
+    plan = shard_plan(WHOLE, {name: tensor.nbytes for name, tensor in tensors.items()}, FILE_BYTES)
+    return in_shards(folder, plan, tensors.items())

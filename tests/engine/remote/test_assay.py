@@ -112,7 +112,12 @@ def test_servers_that_cannot_be_used_are_reported_before_the_run(url: str, monke
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [((404, b""), "is no assay server"), ((200, b"<html>"), "not JSON"), ((200, {"version": 0}), "no description")],
+    [
+        ((404, b""), "is no assay server"),
+        ((500, {"error": "upstream 404"}), "answered 500: upstream 404"),
+        ((200, b"<html>"), "not JSON"),
+        ((200, {"version": 0}), "no description"),
+    ],
 )
 def test_another_program_is_reported(answer: Any, message: str) -> None:
     with small_server(lambda path, body: answer) as other:

@@ -28,7 +28,7 @@ from assay.engine.remote.http import (
 )
 from assay.engine.remote.launch import LaunchedServers, module_environment
 from assay.engine.remote.scoring import unpacked_scores
-from assay.engine.remote.server_side import KEY
+from assay.engine.remote.server_side import KEY, gpu_of
 from assay.engine.remote.transport import FolderTransport, IpcTransport, ipc_handle
 from assay.engine.remote.wire import IDS, WireError, event_from_json, pack, request_to_json
 from assay.models.base import PolicyModel
@@ -123,9 +123,9 @@ class AssayEngine(RemoteEngine):
         except ServerUnreachable:
             raise
         except ServerError as error:
-            if "(403)" in str(error):
+            if error.status == 403:
                 raise UserError(f"{server.url} does not accept weights: start it with --allow-updates") from None
-            if " 404" in str(error):
+            if error.status == 404:
                 raise UserError(f"{server.url} is no assay server: start `assay serve MODEL --allow-updates`") from None
             raise
         kinds = {"version": int, "max_length": int, "vocab_size": int, "dtype": str, "gpu": str | None}
@@ -135,16 +135,10 @@ class AssayEngine(RemoteEngine):
             raise self.garbage("no description of its engine")
         return served
 
-    def _prepare(self) -> None:
-        kind, device, dtype = self.settings.transport, torch.device(self.options.device), self.options.dtype
-        if kind in ("auto", "ipc") and device.type == "cuda":
-            shared = IpcTransport(device, dtype)
-            if {self._info(server)["gpu"] for server in self.servers} == {shared.gpu}:
-                self.transport = shared
-                return
-        if kind == "ipc":
-            raise UserError("server.transport = 'ipc' needs servers on the trainer's GPU: use 'folder'")
-        self.transport = self.folder_transport(dtype)
+    def _sharing_obstacle(self, device: torch.device) -> str:
+        if device.type == "cuda" and {self._info(server)["gpu"] for server in self.servers} == {gpu_of(device)}:
+            return ""
+        return "server.transport = 'ipc' needs servers on the trainer's GPU: use 'folder'"
 
     # -- requests
 

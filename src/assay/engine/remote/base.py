@@ -5,8 +5,8 @@ with the fewest unfinished samples, and resolves the sample's future; if the fut
 which closes the connection. Sampling changes nothing on the server: a request whose connection is lost is sent again,
 to another server if there is one. `SupervisedServers` describes what happens to a server that fails.
 
-A backend derives from `RemoteEngine` and implements `_check_server`, `_sample` and `_publish`; the other methods whose
-names begin with an underscore have defaults.
+A backend derives from `RemoteEngine` and implements `_check_server`, `_sample`, `_sharing_obstacle` and `_publish`; the
+other methods whose names begin with an underscore have defaults.
 
 Several ranks share the servers. The first rank of a tensor-parallel group samples for the group. Weights are published
 by the main rank (rank 0 of all); the other ranks only take part in gathering them. A `UserError` of one rank is raised
@@ -47,7 +47,7 @@ from assay.engine.remote.http import (
     allowed_connections,
 )
 from assay.engine.remote.launch import LaunchedServers, SaveTokenizer
-from assay.engine.remote.transport import FolderTransport, NcclTransport
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport
 from assay.engine.sequence import Job, check_scored, job_for, unknown_handle
 from assay.mesh import cpu_group, gathered, shared_result
 from assay.models.base import PolicyModel
@@ -182,7 +182,23 @@ class RemoteEngine(SupervisedServers, ServerEngine):
             self._check_server(server)
 
     def _prepare(self) -> None:
-        """Called on the main rank after `_check_servers`: choose the transport of weights, for example."""
+        """Called on the main rank after `_check_servers`."""
+        self.transport = self.choose_transport()
+
+    def choose_transport(self) -> Transport:
+        """The transport of weights in the settings, or the fastest that is possible."""
+        kind, device, dtype = self.settings.transport, torch.device(self.options.device), self.options.dtype
+        if kind in ("auto", "ipc"):
+            obstacle = self._sharing_obstacle(device)
+            if not obstacle:
+                return IpcTransport(device, dtype)
+            if kind == "ipc":
+                raise UserError(obstacle)
+        return self.folder_transport(dtype)
+
+    @abstractmethod
+    def _sharing_obstacle(self, device: torch.device) -> str:
+        """Why servers cannot read weights in the memory of this process on the device; empty if they can."""
 
     @property
     def cluster(self) -> Any:

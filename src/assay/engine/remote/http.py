@@ -34,7 +34,7 @@ from assay.engine.base import EngineInfo
 from assay.engine.remote.launch import LaunchedServers, cluster_engines, nodes_folder
 from assay.engine.remote.scoring import gap_problem, logprob_problem
 from assay.engine.remote.transport import NcclTransport, Transport
-from assay.system.awaiting import LoopThread
+from assay.system.awaiting import LoopThread, run_in_thread
 from assay.system.openai_client import (
     Answer,
     BadBody,
@@ -59,6 +59,8 @@ TOKEN_BYTES = 1 << 10  # of an answer per token; it has its id, its text (up to 
 
 class ServerError(UserError):
     """A server could not be used. The line names it and says what to do."""
+
+    status = 0  # of its answer, if it has answered with an error
 
 
 class ServerUnreachable(ServerError):
@@ -216,21 +218,12 @@ class HttpServers:
         Servers answer afterwards; `check` raises an error for a wrong answer. After an error, `work` would wait for
         ever: the error is raised at once, and `abort` tries to end `work`, which runs in its own thread.
         """
-        done: Future[None] = Future()
 
         async def post(server: Server, path: str, body: Any) -> None:
             check(await self.guarded(server, self.post(server, path, body)))
 
-        def run() -> None:
-            try:
-                work()
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-
-        loop, thread = self.loop.loop, threading.Thread(target=run, name="assay-collective", daemon=True)
-        calls = [asyncio.run_coroutine_threadsafe(post(server, *request), loop) for server, request in posts.items()]
-        thread.start()
+        calls = [self.loop.submit(post(server, *request)) for server, request in posts.items()]
+        done = run_in_thread(work, "assay-collective")
         try:
             wait([*calls, done], return_when=FIRST_EXCEPTION)
             for future in [call for call in calls if call.done()] + [done, *calls]:  # errors of servers are the cause
@@ -242,7 +235,7 @@ class HttpServers:
         finally:
             for call in calls:
                 call.cancel()
-            thread.join(ABORT_S)
+            wait([done], ABORT_S)
 
     async def guarded(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
         """The result of requests to a server, which end with an error when it is retired."""
@@ -355,12 +348,16 @@ class HttpServers:
             raise ServerBusy(f"{server.url}{path} is overloaded: {self._hide(message_of(answer))}")
         if status in (401, 403):
             advice = f"set {self.section}.api_key_env to the environment variable that holds its API key"
-            raise ServerError(f"{server.url} refused access ({status}): {advice}")
+            refusal = ServerError(f"{server.url} refused access ({status}): {advice}")
+            refusal.status = status
+            raise refusal
         if status >= 400:
             failed = status >= 500
             hint = self.launched.hint(server.url) if failed and self.launched is not None else ""
             kind = ServerFailed if failed else ServerError
-            raise kind(f"{server.url}{path} answered {status}: {self._hide(message_of(answer))}{hint}")
+            error = kind(f"{server.url}{path} answered {status}: {self._hide(message_of(answer))}{hint}")
+            error.status = status
+            raise error
         if status >= 300:
             raise self.garbage(f"a redirect (status {status}), which is not followed")
         if not answer.text:

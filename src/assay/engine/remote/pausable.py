@@ -25,7 +25,7 @@ from assay.engine.base import Capabilities
 from assay.engine.completions import StopStrings
 from assay.engine.remote.base import RemoteEngine, SampleBatch
 from assay.engine.remote.http import Server, ServerError, ServerUnreachable
-from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport
+from assay.engine.remote.transport import FolderTransport, IpcTransport, NcclTransport, Transport
 from assay.engine.sequence import Job
 from assay.models.base import PolicyModel
 from assay.types import Completion, Finish, UserError
@@ -52,6 +52,7 @@ class PausableEngine(RemoteEngine):
     forbidden_bias: ClassVar[float]  # added to the logits of forbidden tokens
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     capabilities = Capabilities(temperature_logprobs=True, truncated_logprobs=False, inflight_updates=True, score=True)
+    group_transport: ClassVar[type[NcclTransport]] = NcclTransport
     pauses = True
     weights_dropped = False  # by a sleep
 
@@ -123,6 +124,13 @@ class PausableEngine(RemoteEngine):
                     self._send_shared(self.transport, weights, version)
                 case NcclTransport():
                     self._broadcast(self.transport, weights, version)
+
+    def choose_transport(self) -> Transport:
+        if self.settings.transport != "nccl":
+            return super().choose_transport()
+        return self.joined(
+            self.group_transport(torch.device(self.options.device), self.options.dtype, self.nccl_host())
+        )
 
     def joined(self, transport: NcclTransport) -> NcclTransport:
         """Let all servers join a group of processes with this one."""

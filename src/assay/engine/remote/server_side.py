@@ -28,6 +28,11 @@ def weights_of_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
+def gpu_of(device: torch.device) -> str:
+    """Identifies a physical GPU; empty for other devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 def shared_buffer(handle: Sequence[Any], device: torch.device) -> Tensor:
     """A tensor of bytes in the memory of another process, from the arguments that `reduce_tensor` returned there."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor

@@ -124,11 +124,6 @@ class IpcTransport:
     def __init__(self, device: torch.device, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.device, self.dtype, self.chunk_bytes = device, dtype, chunk_bytes
 
-    @property
-    def gpu(self) -> str:
-        """Identifies the physical GPU."""
-        return str(torch.cuda.get_device_properties(self.device).uuid)
-
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Buffers of bytes with the layout of their weights. A buffer is used again after the next one is requested."""
         buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
