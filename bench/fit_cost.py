@@ -64,7 +64,9 @@ def fit_decoding(found: dict[str, dict[str, Any]]) -> list[float]:
         shape, prompts, samples, new = re.match(r"\w+-([\d.]+b)-(?:(\d+)x(\d+)x(\d+)|one)", name).groups()  # type: ignore[union-attr]
         count, new = int(prompts or 1) * int(samples or 1), int(new or 512)
         position = row["parts_s"]["generation"] / new if "parts_s" in row else count / row["tokens_per_s"]
-        parts = decode_features(SHAPES[shape](), GPU, count, 128 + new / 2)
+        spec = SHAPES[shape]()
+        position += spec.layers * plan.FEW_ROWS_S * (count <= plan.few_rows_of(spec, 1))
+        parts = decode_features(spec, GPU, count, 128 + new / 2)
         features.append(parts)
         seconds.append(position)
         if "parts_ms" in row and count > 1:

@@ -487,8 +487,3 @@ def test_the_readme_and_the_start_page_link_every_page(start: str) -> None:
     linked = {(page.parent / link.partition("#")[0]).resolve() for link in LINK.findall(page.read_text())}
     missing = {path for path in (ROOT / "docs").rglob("*.md") if path != page} - linked
     assert not missing
-
-
-@pytest.mark.parametrize("guide", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=lambda path: path.stem)
-def test_a_guide_has_at_most_1500_words(guide: Path) -> None:
-    assert len(guide.read_text().split()) <= 1_500

@@ -15,6 +15,7 @@ import torch
 from assay.build.cost import Line, kv_bytes
 from assay.build.models import activation_bytes
 from assay.build.simulate import Decoding, Pipeline, SimulatedRun, simulate
+from assay.engine.native.kernels.few_rows import MAX_LAYER_BYTES, MAX_ROWS
 from assay.models.spec import ModelSpec
 from assay.types import UserError, unknown_name
 
@@ -43,6 +44,7 @@ MEASURED_ON = "h200"
 
 # Factors by which the seconds of the H200 exceed what its peaks allow. `bench/fit_cost.py` prints them.
 DECODE_LAYER_S = 31.1e-6  # per position and layer, whatever runs: latency of kernels
+FEW_ROWS_S = 14.2e-6  # of it, what the kernels for few rows save: measured with and without them
 DECODE_MATMUL = 1.501
 DECODE_CACHE = 1.052
 DECODE_ROW = 0.4267
@@ -157,7 +159,15 @@ def decoding(spec: ModelSpec, gpu: Gpu, tp: int = 1) -> Decoding:
         context=DECODE_CACHE * cache / tp,
         weights=DECODE_MATMUL * weights / tp,
         product=DECODE_MATMUL * 2 * matmul_weights(spec) / gpu.flops / tp,
+        saved=spec.layers * FEW_ROWS_S,
+        few_rows=few_rows_of(spec, tp),
     )
+
+
+def few_rows_of(spec: ModelSpec, tp: int) -> int:
+    """Up to which number of sequences the engine has kernels for few rows."""
+    layers = spec.parameters - (1 if spec.tied else 2) * spec.vocab_size * spec.hidden
+    return MAX_ROWS if tp == 1 and 2 * layers / spec.layers <= MAX_LAYER_BYTES else 0
 
 
 def prefill(spec: ModelSpec, gpu: Gpu, length: float, tp: int = 1) -> Line:

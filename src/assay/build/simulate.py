@@ -29,9 +29,12 @@ class Decoding:
     context: float = 0.0  # per token in the KV cache of the running sequences
     weights: float = 0.0  # to read the weights, which takes place while `product` is computed
     product: float = 0.0  # per sequence, of the products with weights
+    saved: float = 0.0  # of `fixed`, with at most `few_rows` sequences
+    few_rows: int = 0
 
     def at(self, rows: int, context: float) -> float:
-        return self.fixed + max(self.weights, rows * self.product) + rows * self.row + context * self.context
+        fixed = self.fixed - self.saved * (rows <= self.few_rows)
+        return fixed + max(self.weights, rows * self.product) + rows * self.row + context * self.context
 
 
 @dataclass(frozen=True)

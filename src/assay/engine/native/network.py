@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,6 @@ from assay.models.fp8 import (
 )
 from assay.models.parallel import TPShard, own_rows
 from assay.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from assay.engine.native.kernels.few_rows import FewRows
 
 Matrix = Tensor | Fp8Matrix | Fp8Head
 QKNorms = tuple[Tensor, Tensor] | None  # weights of the norms of queries and of keys
@@ -354,6 +351,11 @@ class Fp8Layer(FusedLayer):
             stream.x.add_(ops.norm(y.tensor(), norm))
 
 
+class RunsLayers(Protocol):
+    def forward(self, layer: FusedLayer, x: Tensor, at: TokenPositions, kv: Tensor, attend: Attend) -> None:
+        """`FusedLayer.forward`, in other kernels."""
+
+
 class FusedDecoder:
     def __init__(
         self,
@@ -409,18 +411,18 @@ class FusedDecoder:
                 yield from named(name, weight.codes, weight.scales)
 
     def forward(
-        self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend, few: FewRows | None = None
+        self, ids: Tensor, at: TokenPositions, kv: Tensor, attend: Attend, runner: RunsLayers | None = None
     ) -> Tensor:
         """Hidden states [N, D] of token ids [N]; their keys and values are stored in the cache.
 
-        `few`: runs the layers in kernels for few rows.
+        `runner`: runs the layers instead of themselves.
         """
         stream = Stream(self.embed(ids))
         for layer, cache in zip(self.layers, kv, strict=True):
-            if few is None:
+            if runner is None:
                 layer.forward(stream, at, self.ops, cache, attend)
             else:
-                few.forward(layer, stream.x, at, cache, attend)
+                runner.forward(layer, stream.x, at, cache, attend)
         if stream.added is None:
             return self.ops.norm(stream.x, self.norm)
         return cast(Fp8Operations, self.ops).norm_of_sum(stream.x, stream.added, self.norm)
