@@ -6,6 +6,8 @@ import ctypes
 import hashlib
 import os
 import sys
+import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OVERLAPPING = (9, 0)  # compute capability
+TRIAL = 'extern "C" __global__ void trial() { asm volatile("griddepcontrol.wait;"); }'
 OVERLAPPED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 Argument = Tensor | int | float | ctypes.c_int64 | None
 
@@ -34,12 +38,21 @@ class _Launch(ctypes.Structure):
 
 
 class Kernel:
-    """A function of a compiled source."""
+    """A function of a source, whose machine code for the current device is kept on disk."""
 
     def __init__(self, source: str, name: str) -> None:
         self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
-        check(driver().cuModuleLoadData(ctypes.byref(self.module), compiled(source)))
+        option = "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability())
+        file = cache_file(f"{torch.version.cuda} {option}\n{source}")
+        code = read_own(file)
+        if code is None or self._load(code):  # damaged
+            code = compiled(source, option)
+            check(self._load(code))
+            write(file, code)
         check(driver().cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()))
+
+    def _load(self, code: bytes) -> int:
+        return driver().cuModuleLoadData(ctypes.byref(self.module), code)
 
     def __call__(self, grid: int, block: int, *arguments: Argument) -> None:
         """Launch on the current stream. The kernel may start before the one before it has ended."""
@@ -63,15 +76,17 @@ def _value(argument: Argument) -> Any:
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """Whether kernels that overlap (Hopper or later) can be compiled and launched."""
+    """Whether kernels that overlap (Hopper or later) can be compiled and loaded."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
         return False
-    if torch.cuda.get_device_capability(device) < (9, 0):
+    if torch.cuda.get_device_capability(device) < OVERLAPPING:
         return False
     try:
-        return bool(driver()) and bool(nvrtc())
-    except OSError:
+        Kernel(TRIAL, "trial")
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"kernels in CUDA C++ are not used: {error}", stacklevel=2)
         return False
+    return True
 
 
 def check(result: int) -> None:
@@ -99,28 +114,34 @@ def nvrtc() -> ctypes.CDLL:
     raise OSError(f"{name} was not found")
 
 
-def compiled(source: str) -> bytes:
-    """Machine code for the current device, kept on disk."""
-    major, minor = torch.cuda.get_device_capability()
-    option = f"--gpu-architecture=sm_{major}{minor}"
-    key = hashlib.sha256(f"{torch.version.cuda} {option}\n{source}".encode()).hexdigest()
-    file = cache_folder() / f"{key}.cubin"
-    if file.exists():
-        return file.read_bytes()
-    code = _compile(source, option)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(code)
-    temporary.replace(file)
-    return code
+def cache_file(text: str) -> Path | None:
+    """Where the machine code of a source is kept; None without a home folder."""
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return root / "assay" / "kernels" / f"{hashlib.sha256(text.encode()).hexdigest()}.cubin"
 
 
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "assay", "kernels")
+def read_own(file: Path | None) -> bytes | None:
+    """A file of this user; None if there is none that can be read."""
+    with suppress(OSError):
+        if file is not None and file.stat().st_uid == os.geteuid():
+            return file.read_bytes()
+    return None
 
 
-def _compile(source: str, option: str) -> bytes:
+def write(file: Path | None, code: bytes) -> None:
+    """As far as it is possible: without the file, the next process compiles again."""
+    with suppress(OSError):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            temporary = file.with_suffix(f".{os.getpid()}")
+            temporary.write_bytes(code)
+            temporary.replace(file)
+
+
+def compiled(source: str, option: str) -> bytes:
     library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
     try:
