@@ -65,7 +65,7 @@ def fit_decoding(found: dict[str, dict[str, Any]]) -> list[float]:
         count, new = int(prompts or 1) * int(samples or 1), int(new or 512)
         position = row["parts_s"]["generation"] / new if "parts_s" in row else count / row["tokens_per_s"]
         spec = SHAPES[shape]()
-        position += spec.layers * plan.FEW_ROWS_S * (count <= plan.few_rows_of(spec, 1))
+        position += spec.layers * plan.FEW_ROWS_S * (count <= plan.few_rows_of(spec, GPU))
         parts = decode_features(spec, GPU, count, 128 + new / 2)
         features.append(parts)
         seconds.append(position)

@@ -126,3 +126,10 @@ def test_what_does_not_fit_is_refused(cluster: Cluster, limit: int, message: str
 def test_unknown_gpus_are_refused() -> None:
     with pytest.raises(UserError, match=r"unknown GPU 'h300'.* known: h200, h100"):
         Cluster(gpu="h300")
+
+
+def test_kernels_for_few_rows_are_counted_where_they_run() -> None:
+    rows = {(shape, gpu): plan.few_rows_of(SHAPES[shape](), GPUS[gpu]) for shape in ("1.5b", "7b") for gpu in GPUS}
+    assert {key for key, count in rows.items() if count} == {("1.5b", gpu) for gpu in ("h200", "h100", "b200")}
+    decoding = plan.decoding(SHAPES["1.5b"](), H200)
+    assert decoding.at(16, 0) < decoding.at(17, 0) - decoding.saved / 2 and plan.few_rows_of(SEVEN, H200, tp=2) == 0

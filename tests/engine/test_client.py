@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from waiting import until
 
 from assay.engine import NativeEngine, Request, SamplingParams, generate, run_sync
 from assay.engine.base import Failed, Finished, RequestError, TokenChunk
-from assay.engine.client import ClientThread, EngineClient, LocalClient
+from assay.engine.client import ClientThread, EngineClient, LocalClient, connect
 from assay.types import Completion
 
 LONG = SamplingParams(max_new_tokens=60)
@@ -79,6 +80,35 @@ def test_cancelling_futures_aborts_samples_and_requests(engine: NativeEngine) ->
 
     (kept,) = run_sync(cancel_some(), client)
     assert len(kept.token_ids) == 60 and nothing_left(engine)
+
+
+@pytest.mark.parametrize("steps_before", [2, 1, 0])
+def test_a_sample_that_is_cancelled_when_its_sibling_ends_is_aborted(engine: NativeEngine, steps_before: int) -> None:
+    """Otherwise its end would look like that of another consumer's request, and all requests would fail."""
+    client, params = connect(engine, strict=False, polls=True), SamplingParams(n=2, max_new_tokens=40)
+    params = replace(params, stop_token_ids=tuple(range(16)))
+
+    async def work() -> Completion:
+        driver, loop = asyncio.ensure_future(client.drive()), asyncio.get_running_loop()
+        for seed in range(200):
+            first, second = await asyncio.gather(*client.submit(Request([1, 2, 3], params, seed)))
+            if 3 < len(first.token_ids) < len(second.token_ids) - 3:
+                break
+        pair, (other,) = client.submit(Request([1, 2, 3], params, seed)), client.submit(Request([5], LONG, seed=9))
+        step, steps = engine.step, count(1)
+
+        def counted(wait: bool = True) -> Any:
+            if next(steps) == len(first.token_ids) - steps_before:
+                loop.call_soon(pair[1].cancel)
+            return step(wait)
+
+        engine.step = counted  # type: ignore[method-assign]
+        completion = await other
+        assert pair[0].result().token_ids == first.token_ids and pair[1].cancelled()
+        driver.cancel()
+        return completion
+
+    assert len(asyncio.run(work()).token_ids) == 60 and nothing_left(engine)
 
 
 def test_kept_sequences_are_released_when_the_work_ends(engine: NativeEngine) -> None:

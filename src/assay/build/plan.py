@@ -30,15 +30,16 @@ class Gpu:
     bandwidth: float  # bytes per second, of its memory
     memory: float  # GiB
     link: float  # bytes per second to GPUs of the same node, in each direction
+    overlaps: bool = True  # kernels: Hopper or later
 
 
 GPUS = {
     "h200": Gpu(989e12, 4.8e12, 140, 450e9),
     "h100": Gpu(989e12, 3.35e12, 79.6, 450e9),
-    "a100": Gpu(312e12, 2.04e12, 80, 300e9),
+    "a100": Gpu(312e12, 2.04e12, 80, 300e9, overlaps=False),
     "b200": Gpu(2250e12, 8e12, 178, 900e9),
-    "l40s": Gpu(362e12, 0.864e12, 45, 32e9),
-    "rtx4090": Gpu(165e12, 1.008e12, 23.6, 32e9),
+    "l40s": Gpu(362e12, 0.864e12, 45, 32e9, overlaps=False),
+    "rtx4090": Gpu(165e12, 1.008e12, 23.6, 32e9, overlaps=False),
 }
 MEASURED_ON = "h200"
 
@@ -160,14 +161,14 @@ def decoding(spec: ModelSpec, gpu: Gpu, tp: int = 1) -> Decoding:
         weights=DECODE_MATMUL * weights / tp,
         product=DECODE_MATMUL * 2 * matmul_weights(spec) / gpu.flops / tp,
         saved=spec.layers * FEW_ROWS_S,
-        few_rows=few_rows_of(spec, tp),
+        few_rows=few_rows_of(spec, gpu, tp),
     )
 
 
-def few_rows_of(spec: ModelSpec, tp: int) -> int:
+def few_rows_of(spec: ModelSpec, gpu: Gpu, tp: int = 1) -> int:
     """Up to which number of sequences the engine has kernels for few rows."""
     layers = spec.parameters - (1 if spec.tied else 2) * spec.vocab_size * spec.hidden
-    return MAX_ROWS if tp == 1 and 2 * layers / spec.layers <= MAX_LAYER_BYTES else 0
+    return MAX_ROWS if gpu.overlaps and tp == 1 and 2 * layers / spec.layers <= MAX_LAYER_BYTES else 0
 
 
 def prefill(spec: ModelSpec, gpu: Gpu, length: float, tp: int = 1) -> Line:

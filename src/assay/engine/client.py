@@ -158,11 +158,11 @@ class EngineClient(ABC):
 class SampleFuture(asyncio.Future[Completion]):
     """Calls `on_cancel` soon after it is cancelled. A callback of each future would also be called for completions."""
 
-    on_cancel: Callable[[SampleFuture], None]
+    on_cancel: Callable[[], None]
 
     def cancel(self, msg: Any = None) -> bool:
         if not self.done():
-            self.get_loop().call_soon(self.on_cancel, self)
+            self.get_loop().call_soon(self.on_cancel)
         return super().cancel(msg)
 
 
@@ -191,7 +191,7 @@ class LocalClient(EngineClient):
         futures: list[asyncio.Future[Completion]] = []
         for _ in range(max(request.params.n, 1)):
             futures.append(future := SampleFuture(loop=loop))
-            future.on_cancel = on_cancel
+            future.on_cancel = partial(on_cancel, len(futures) - 1)
         self._submitted[request_id] = Submitted(request, list(futures), receive)
         self._wake_driver()
         return futures
@@ -371,13 +371,13 @@ class LocalClient(EngineClient):
             self._awaited.discard(future)
             self._busy += 1
 
-    def _abort_cancelled(self, request_id: int, future: asyncio.Future[Completion]) -> None:
+    def _abort_cancelled(self, request_id: int, sample: int) -> None:
         submitted = self._submitted.get(request_id)
-        if submitted is None:
-            return
+        whole = submitted is not None and submitted.finished
         self._cancelled.add(request_id)
-        self.engine.abort([request_id if submitted.finished else (request_id, submitted.futures.index(future))])
-        if submitted.finished:
+        # Without `submitted`, the last other sample has finished meanwhile, and only this one may be running.
+        self.engine.abort([request_id if whole else (request_id, sample)])
+        if submitted is not None and whole:
             del self._submitted[request_id]
             self.release([submitted.request.continues])
         self._wake()  # a thread may have missed the command during its last step

@@ -204,7 +204,8 @@ class GraphRunner(Runner):
     def decode(self, size: int, steps: int, span: int) -> None:
         rows, kv_heads = next(graph_size for graph_size in self.sizes if graph_size >= size), self.network.spec.kv_heads
         # For few rows, shared prefixes do not pay; float32 products leave no registers for them.
-        sharing = self.sharing and rows * kv_heads >= SHARING_PROGRAMS and self.dtype.itemsize == 2
+        many = rows > self.few_rows and rows * kv_heads >= SHARING_PROGRAMS
+        sharing = self.sharing and many and self.dtype.itemsize == 2
         splits = self.attention.default_splits(rows, kv_heads, span)
         windowed = any(0 < window < span for window in self.network.spec.windows)
         kind = StepKind(rows, sharing, splits, windowed, self.rows.modes.forbids, self.rows.modes.truncate)

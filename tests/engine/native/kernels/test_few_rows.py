@@ -91,6 +91,15 @@ def test_rotated_products_equal_the_kernel_for_rotation(
     assert torch.equal(kv == 0, expected_kv == 0)
 
 
+def test_many_key_heads_and_a_shared_prompt() -> None:
+    """Enough programs to read the shared prompt once, if there were more rows."""
+    spec = replace(small_spec("llama"), hidden=256, heads=32, kv_heads=32, head_dim=64, max_length=512)
+    engine = make_engine("native", small_decoder(spec, seed=1), device="cuda", dtype=torch.bfloat16, max_batch=16)
+    params = SamplingParams(n=16, max_new_tokens=20)
+    (group,) = generate(engine, [Request([i % 50 for i in range(288)], params, seed=0)])
+    assert [len(completion.token_ids) for completion in group] == [20] * 16
+
+
 def test_results_are_repeatable_and_rows_independent() -> None:
     x, weight = random(16, 896), random(896, 896)
     results = [few_rows.product(x, weight, random(16, 896)) for _ in range(20)]

@@ -66,7 +66,8 @@ def product(
     """
     (rows, inputs), all_features = x.shape, len(weight)
     assert rows <= MAX_ROWS and all(part.is_contiguous() for part in (x, weight, out)) and inputs % 8 == 0
-    groups, warps, depth = shape or shape_for(rows, all_features, inputs, norm is not None)
+    groups, warps, depth = shape or shape_for(rows, all_features, inputs, norm is not None, mode)
+    assert groups > 1 or mode in (STORE, ADD)  # other results combine groups
     features = all_features // 2 if mode in (SILU, GELU) else all_features
     kernel(groups, 1 if rows <= 8 else 2, warps, depth, norm is not None, x.device.index or 0)(
         *(-(-all_features // (8 * groups)), 32 * warps, x, norm, weight, bias, out, rows, inputs, features, mode),
@@ -75,11 +76,11 @@ def product(
     return out
 
 
-def shape_for(rows: int, features: int, inputs: int, norm: bool) -> Shape:
+def shape_for(rows: int, features: int, inputs: int, norm: bool, mode: int) -> Shape:
     """The fastest of those that were measured on an H200."""
-    if features >= 4 * inputs:  # enough programs for all multiprocessors
+    if mode in (SILU, GELU) or features >= 4 * inputs:  # enough programs for all multiprocessors
         return Shape(4, 4, 4 if rows <= 8 else 2)
-    if norm:
+    if norm or mode == ROTATE:
         return Shape(4, 8, 4)
     if inputs <= 1024:
         return Shape(2, 8, 4)
