@@ -15,8 +15,20 @@ from train_parts import make_adamw, make_groups, tiny_decoder
 
 from assay.algos import make_algorithm
 from assay.mesh import Mesh
-from assay.models import Lora, PolicyModel, fingerprint, load_adapter, load_model
+from assay.models import (
+    Lora,
+    PolicyModel,
+    build_preset,
+    fingerprint,
+    load_adapter,
+    load_model,
+    save_adapter,
+    save_model,
+)
 from assay.runs import checkpoints
+from assay.text import char_tokenizer
+from assay.training.checkpoint import save_base
+from assay.training.learner.low_memory import lower_precision
 from assay.training.learner.pack import rows_of
 from assay.training.learner.update import Updater
 from assay.training.parallel import pick_mode
@@ -36,6 +48,27 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
 
 def print_of(folder: Path) -> str:
     return fingerprint(load_model(str(folder)).weights())
+
+
+def test_the_base_of_adapters_is_saved_exactly(tmp_path: Path) -> None:
+    """Its norms are in float32, also where its matrices are in bfloat16."""
+    model = build_preset("pico", 64, 64, seed=0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.01 * torch.randn_like(weight)
+    save_model(model, tmp_path / "model")
+    (tmp_path / "run").mkdir()
+
+    def adapted(folder: Path) -> PolicyModel:
+        policy = load_model(str(folder))
+        policy.add_lora(Lora(2, 4.0))
+        lower_precision(policy, "bfloat16")
+        return policy
+
+    policy = adapted(tmp_path / "model")
+    save_base(tmp_path / "run", policy, char_tokenizer())
+    save_adapter(policy, tmp_path / "adapter")
+    load_adapter(adapted(tmp_path / "run" / "base"), tmp_path / "adapter")  # an error for any other base
 
 
 def check_adapters(small: SmallRuns, step: int, quantized: bool = False) -> None:

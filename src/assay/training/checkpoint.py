@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from assay.mesh import Mesh, reshard
 from assay.models import PolicyModel, save_adapter, save_model
 from assay.models.export import in_shards, shard_plan, write_files
+from assay.models.lora import is_adapter
 from assay.runs import checkpoints
 from assay.runs.files import read_json
 from assay.runs.resolve import SETTINGS
@@ -116,8 +117,15 @@ def saving_together(run_path: Path, step: int, mesh: Mesh) -> Iterator[Path]:
 
 
 def save_base(run_path: Path, policy: PolicyModel, tokenizer: Tokenizer, writes: bool = True) -> None:
-    """Save the model that adapters are trained on, which cannot be recovered exactly from merged weights."""
-    write = partial(save_model, shard_bytes=FILE_BYTES, writes=writes)
+    """Save the model that adapters are trained on, which cannot be recovered exactly from merged weights.
+
+    In the widest dtype of its weights: norms may be in float32 where matrices are in bfloat16.
+    """
+    dtype = None
+    if not policy.quantized:
+        dtypes = [weight.dtype for name, weight in policy.named_parameters() if not is_adapter(name)]
+        dtype = reduce(torch.promote_types, dtypes)
+    write = partial(save_model, dtype=dtype, shard_bytes=FILE_BYTES, writes=writes)
     target = run_path / BASE  # written before the first checkpoint; adapters store its fingerprint
     with checkpoints.atomic_folder(target) if writes else nullcontext(target) as folder:
         with policy.adapters_off():
