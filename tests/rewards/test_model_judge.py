@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import os
@@ -190,6 +191,30 @@ def test_requests_are_concurrent_and_verdicts_in_order() -> None:
         (verdicts,) = judge.judge_groups([(texts, "", {})], lambda *counts: reports.append(counts))
         assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.5, 0.25]
         assert server.most_running == 4 and reports == [(n, 4) for n in range(1, 5)]
+
+
+def test_an_interruption_ends_all_requests_without_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests must not outlive their client, nor continue for answers that nobody waits for."""
+    asked, go = threading.Semaphore(0), threading.Event()
+
+    def reply(body: dict[str, Any]) -> str:
+        asked.release()
+        if "quick" not in body["messages"][0]["content"]:
+            go.wait(60)
+        return "5"
+
+    def interrupt(done: int, count: int) -> None:
+        assert all(asked.acquire(timeout=60) for _ in range(3))
+        raise KeyboardInterrupt
+
+    with judging(reply, max_concurrent=4) as (server, judge):
+        with pytest.raises(KeyboardInterrupt):
+            judge.judge([(text, "", {}) for text in ["quick", *map(str, range(40))]], interrupt)
+        go.set()
+        judge.close()
+        gc.collect()
+        assert len(server.requests) < 10 and not judge._asked and not judge._verdicts
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 
 def test_replies_are_read_from_the_cache(tmp_path: Path) -> None:

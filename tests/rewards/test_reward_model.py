@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,51 @@ def test_a_process_that_dies_fails_the_answers_and_is_started_again(
         failed = judge.judge(items(judge))
         assert {verdict.status for verdict in failed} == {Status.ERROR} and "SIGKILL" in failed[0].detail
         assert [verdict.reward for verdict in judge.judge(items(judge))] == pytest.approx(logits, abs=1e-5)
+
+
+def test_a_model_that_cannot_be_loaded_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def start(process: reward_model.RewardModelProcess) -> None:
+        tried.append(process)
+        raise UserError("there is no such model")
+
+    monkeypatch.setattr(reward_model.RewardModelProcess, "_start", start)
+    answers = [(f"answer {i}", "", {"question": "?"}) for i in range(3 * reward_model.AT_ONCE)]
+    with (
+        reward_model.RewardModelJudge(settings(model="nowhere")) as judge,
+        pytest.raises(UserError, match="there is no such model"),
+    ):
+        judge.judge(answers)
+    assert len(tried) == 1
+
+
+def test_closing_ends_a_process_that_is_loading_its_model(tmp_path: Path) -> None:
+    """Otherwise the program would not end before the model is loaded."""
+    started, process = threading.Event(), reward_model.RewardModelProcess("model", "cpu")
+
+    class Worker:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.ended = threading.Event()
+
+        def call(self, method: str, *arguments: Any) -> None:
+            started.set()
+            assert method == "load" and self.ended.wait(60)
+            raise WorkerDied(-signal.SIGKILL)
+
+        def close(self) -> None:
+            self.ended.set()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(reward_model, "RemoteWorker", Worker)
+        call = pool.submit(process.call, "outputs")
+        assert started.wait(60)
+        process.close()
+        with pytest.raises(WorkerDied):
+            call.result(60)
+        with pytest.raises(RuntimeError, match="closed"):
+            process.call("outputs")
+    assert process.worker is None
 
 
 def test_equal_answers_are_judged_once_and_outputs_are_cached(

@@ -52,7 +52,7 @@ class FakeProcess(RewardModelProcess):
 
     def __init__(self) -> None:
         super().__init__("fake", "cpu")
-        self.go, self.calls, self.closed = threading.Event(), list[list[Any]](), 0
+        self.go, self.calls, self.ended = threading.Event(), list[list[Any]](), 0
         self.error: Exception | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -62,8 +62,8 @@ class FakeProcess(RewardModelProcess):
             raise self.error
         return [([float(len(ids))], len(ids)) for ids in arguments[0]]
 
-    def close(self) -> None:
-        self.closed += 1
+    def end(self) -> None:
+        self.ended += 1
 
 
 INFO = {"labels": ["LABEL_0"], "activation": "sigmoid", "max_length": 32}
@@ -191,7 +191,7 @@ def test_a_failure_of_the_process_is_an_error_and_ends_it() -> None:
     *failed, good = served(process, work)
     message = "the model failed: RuntimeError: CUDA error: out of luck"
     assert all(one.status_code == 500 and one.json()["error"]["message"] == message for one in failed)
-    assert good.status_code == 200 and process.closed
+    assert good.status_code == 200 and process.ended
 
 
 def test_outputs_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import suppress
@@ -87,8 +88,12 @@ class ConcurrentJudge(JudgeModel):
         self.loop = LoopThread() if endpoint is None else endpoint.loop
         self.cached = 0  # replies that were read from the cache
         self._asked: dict[str, asyncio.Task[dict[str, Any]]] = {}  # requests under way, which equal ones share
+        self._waiting: Counter[str] = Counter()  # verdicts that wait for each of them
+        self._verdicts: set[asyncio.Task[Verdict]] = set()
 
     def close(self) -> None:
+        if self.loop.running:
+            self.loop.call(self._end())
         if self._endpoint is not None:
             self._endpoint.close()
         elif self.loop.running:
@@ -111,7 +116,8 @@ class ConcurrentJudge(JudgeModel):
         tasks = self.loop.call(self._start(items))  # all begin together
         futures = [self.loop.submit(value_of(task)) for task in tasks]
         try:
-            for done, _ in enumerate(as_completed(futures), start=1):
+            for done, future in enumerate(as_completed(futures), start=1):
+                future.result()  # an error ends the call at once
                 if report is not None:
                     report(done, len(futures))
             return [future.result() for future in futures]
@@ -122,7 +128,18 @@ class ConcurrentJudge(JudgeModel):
     # -- these run in the thread of the loop
 
     async def _start(self, items: Sequence[Item]) -> list[asyncio.Task[Verdict]]:
-        return [asyncio.ensure_future(self._verdict(item)) for item in items]
+        tasks = [asyncio.ensure_future(self._verdict(item)) for item in items]
+        for task in tasks:
+            self._verdicts.add(task)
+            task.add_done_callback(self._verdicts.discard)
+        return tasks
+
+    async def _end(self) -> None:
+        """Cancel what is under way and wait for its end: it must not use a client that is closed."""
+        tasks = [*self._verdicts, *self._asked.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _verdict(self, item: Item) -> Verdict:
         try:
@@ -148,8 +165,19 @@ class ConcurrentJudge(JudgeModel):
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.ensure_future(self._stored(request, send()))
-            task.add_done_callback(lambda _: self._asked.pop(key, None))
-        return await asyncio.shield(task)
+            task.add_done_callback(partial(self._forget, key))
+        self._waiting[key] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:  # if all that waited were cancelled, the request is
+                self._forget(key, task)
+                task.cancel()
+
+    def _forget(self, key: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        if self._asked.get(key) is task:
+            del self._asked[key], self._waiting[key]
 
     async def _stored(self, request: Mapping[str, Any], sent: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         reply = await sent

@@ -58,6 +58,10 @@ class RewardModelJudge(ConcurrentJudge):
         finally:
             self.process.close()
 
+    async def _end(self) -> None:
+        await super()._end()
+        await self._batches.stop()
+
     @property
     def spent(self) -> str:
         return super().spent if self.endpoint else f"{self.judged:,} answers judged"
@@ -187,28 +191,43 @@ class RewardModelProcess:
         self._load = (source, device, with_model, dtype)
         self._environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         self.worker: RemoteWorker | None = None
+        self.closed = False
+        self.problem: UserError | None = None  # of the model: it is not loaded again
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The result of a method of `RewardModelWorker`; raises `WorkerDied` if the process ends instead."""
-        if self.worker is None:
-            self.worker = self._start()
+        if self.problem is not None:
+            raise self.problem
         try:
-            return self.worker.call(method, *arguments)
+            worker = self.worker = self.worker or self._start()
+        except UserError as error:
+            self.problem = error
+            raise
+        try:
+            return worker.call(method, *arguments)
         except WorkerDied:
-            self.close()
+            self.end()
             raise
 
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
-            self.worker = None
+        """For good, also while another thread waits for the process."""
+        self.closed = True
+        self.end()
+
+    def end(self) -> None:
+        """The next call starts another process."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
 
     def _start(self) -> RemoteWorker:
-        worker = RemoteWorker(__name__, environment=os.environ | self._environment)
+        worker = self.worker = RemoteWorker(__name__, environment=os.environ | self._environment)
         try:
+            if self.closed:  # meanwhile
+                raise RuntimeError("the reward model is closed")
             worker.call("load", *self._load)
         except BaseException:
-            worker.close()
+            self.end()
             raise
         return worker
 

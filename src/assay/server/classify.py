@@ -53,7 +53,7 @@ class ServedBatches(ProcessBatches):
         try:
             return await super().compute(items)
         except Exception as error:
-            self._process.close()  # a process cannot continue after a CUDA error
+            self._process.end()  # a process cannot continue after a CUDA error
             raise failure_of(error) from None
 
     def close(self) -> None:

@@ -304,6 +304,14 @@ class SequenceBatches(ABC, Generic[Item, Result]):
         if self._task is not None:
             self._task.cancel()
 
+    async def stop(self) -> None:
+        """`close`, and wait until nothing is computed any more."""
+        import asyncio
+
+        if (task := self._task) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def _run(self) -> None:
         while batch := self._take():
             self._running = len(batch)
