@@ -49,6 +49,7 @@ _BASED = re.compile(
 )
 _EXTRA_SPACE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")  # "1 2" is not "12"
 _CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*\)")
+_OPTION = re.compile(r"(?i:option|choice) \(?([A-E])\)?")
 _CHOICE_AND_VALUE = re.compile(r"(\([A-E]\))\s+(\S.*)")
 _BEFORE_TEXT = re.compile(r"(?:option|choice|an?|the) ", re.IGNORECASE)
 _TIME = re.compile(r"([0-9]{1,2}\s?:\s?[0-9]{2})\s?([ap])\s?\.?\s?m\.?", re.IGNORECASE)
@@ -101,7 +102,7 @@ def _same(answer: str, gold: str, strict: bool) -> bool:
         return based
     if number is not None:
         return _states_number(answer, theirs, number, strict)
-    if _same_text(answer, gold):
+    if _same_text(answer, gold) or ((option := _OPTION.fullmatch(answer)) and option[1] == gold):
         return True
     if _CHOICE.fullmatch(gold):
         return False
