@@ -289,6 +289,10 @@ def test_web_pages_may_use_a_server_only_with_its_key(server: RunningServer, mon
         preflight = httpx.options(f"{protected.url}{url}", headers=asks)
         assert preflight.status_code == 200 and "POST" in preflight.headers["access-control-allow-methods"]
         assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        local = httpx.options(
+            f"{protected.url}{url}", headers=asks | {"Access-Control-Request-Private-Network": "true"}
+        )
+        assert local.status_code == 200 and local.headers["access-control-allow-private-network"] == "true"
         for stream in (False, True):
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": stream}
             answer = post(protected, body, url, headers=origin | {"Authorization": "Bearer secret"})

@@ -246,7 +246,9 @@ def with_common_routes(routes: Sequence[BaseRoute], service: HttpService) -> Any
     if not service.api_key:
         return app
     # A server with a key may be used by web pages of any origin: browsers add no keys by themselves.
-    return CORSMiddleware(app, allow_origins=["*"], allow_methods=["GET", "POST"], allow_headers=["*"])
+    # Browsers ask first if a page of the internet may use a server in a private network.
+    allowed: Any = {"allow_origins": ["*"], "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    return CORSMiddleware(app, **allowed, allow_private_network=True)
 
 
 def unsupported(path: str, message: str) -> Route:
