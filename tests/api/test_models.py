@@ -253,6 +253,7 @@ MISTAKES: list[tuple[Callable[[LoadedModel], object], str]] = [
     (lambda model: evaluate(model, device="cpu"), "'device' has no effect on a model that is loaded"),
     (lambda model: evaluate(model, data="none.jsonl"), "no file or folder none.jsonl"),
     (lambda model: evaluate([]), "give at least one model"),
+    (lambda model: evaluate([model, model]), "is given twice, at least once as a loaded model"),
     (lambda model: score(["a"]), "no judge: pass task"),
     (lambda model: score(["a"], ["b", "c"], task="gsm8k"), "answers has 2 entries for 1 completion"),
     (lambda model: score(["a"], task="gsm8k"), "completion 1: the row has neither"),

@@ -65,6 +65,8 @@ def test_nothing_is_overwritten(source: Path, tmp_path: Path, stderr_of: Callabl
     for dest, message in ((taken, "not empty"), (file, "is a file")):
         assert message in stderr_of(main(["export", str(source), str(dest)]))
     assert (taken / "notes.txt").read_text() == file.read_text() == "mine"
+    for dest in (".", "..", "/"):
+        assert "name a new folder" in stderr_of(main(["export", str(source), dest]))
 
 
 def test_a_failed_export_leaves_no_files(
@@ -202,3 +204,7 @@ def test_arguments_of_save_pretrained_that_contradict_each_other_are_refused(tmp
         run.save_pretrained(tmp_path / "out", lora="keep", gguf="f16")
     with pytest.raises(UserError, match="uploads a folder"):
         run.save_pretrained(tmp_path / "out.gguf", push="me/model")
+    wrong: list[dict[str, Any]] = [{"lora": "adapter"}, {"dtype": "bf16"}, {"gguf": "q4"}]
+    for arguments in wrong:
+        with pytest.raises(UserError, match=f"{next(iter(arguments))} = .* is unknown: choose"):
+            run.save_pretrained(tmp_path / "out", **arguments)

@@ -59,6 +59,13 @@ def test_an_earlier_step_does_not_have_the_accuracy_of_the_last_one(run: Run) ->
     assert len(rows(model_card(CONTENTS, run.path, 0))) == 1
 
 
+def test_a_fine_tuned_model_was_not_trained_by_rewards(run: Run) -> None:
+    run.write_summary(SUMMARY | {"steps": 0, "algorithm": "sft", "sft": {"steps": 200}})
+    card = model_card(CONTENTS, run.path, 0)
+    assert "(`sft`), 200 steps." in card and rows(card)[1][0] == "after 200 steps"
+    assert "rlvr" not in card and "reinforcement-learning" not in card
+
+
 def test_settings_are_listed_without_credentials_and_folders_of_the_machine(run: Run) -> None:
     card = model_card(CONTENTS, run.path, 4)
     assert 'model.source = "org/base"' in card and 'task.name = "jsonl"' in card

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 from small_run import SmallRuns, inject
 
+import assay
 from assay.config import LoopConfig
 from assay.runs import checkpoints
 from assay.runs.resolve import resolve_model
 from assay.training.progress import RunState, Schedule
 from assay.training.sources import OnPolicySource
+from assay.types import UserError
 
 
 class Killed(Exception):
@@ -74,5 +76,7 @@ def test_a_run_that_stopped_early_is_complete_and_can_be_continued(
     assert small.train(*WORDS) == 0
     note = stdout_of(small.resume("small")).splitlines()[-1]
     assert "run small is finished (6 steps; stopped early" in note and "--train.stop_early 0" in note
+    with pytest.raises(UserError, match=r"resume=.*, train=\{'stop_early': 0\}"):
+        assay.train(resume="small", runs_dir=small.runs)
     assert small.resume("small", "--train.stop_early", 0, "--train.steps", 7) == 0
     assert small.summary()["steps"] == 7 and "stopped_early" not in small.summary()

@@ -195,6 +195,9 @@ def evaluate(
         raise UserError("model is an empty list: give at least one model")
     loaded = {entry.name: entry for entry in models if isinstance(entry, LoadedModel)}
     names = [source_of(entry, tokenizer, overrides) for entry in models]
+    if loaded and len(set(names)) < len(names):  # results are by name
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{twice} is given twice, at least once as a loaded model: evaluate them one after the other")
     path = ""
     if data is not None or columns is not None:
         path, problems = _problems(data, columns, overrides.get("runs_dir", TrainConfig().runs_dir))

@@ -42,8 +42,7 @@ from assay.rewards.pool import serialized
 from assay.runs import checkpoints
 from assay.runs.console import Console, is_distributed
 from assay.runs.directory import as_name
-from assay.runs.files import read_json
-from assay.runs.resolve import check_fixed, find_run, is_complete, run_settings
+from assay.runs.resolve import check_fixed, describe_finished, find_run, run_settings
 from assay.runs.trackers import as_callback
 from assay.tasks.base import is_message
 from assay.types import Completion, Finish, Group, Message, Prompt, Rollout, Status, Turn, UserError, Verdict
@@ -435,11 +434,8 @@ def resumed(
     before = run_settings(path)
     cfg = settings_of(TrainConfig, path / "config.toml", overrides)
     check_objects(before, cfg, path.name)
-    if is_complete(path, before.train, cfg.train):
-        raise UserError(
-            f"run {path.name} is finished: to train longer, pass more steps with resume, e.g. "
-            f"steps={2 * int(read_json(path / 'summary.json').get('steps', 1))}; its results: assay.load_run({name!r})"
-        )
+    if finished := describe_finished(path, before.train, cfg.train):
+        raise UserError(f"{finished}; its results: assay.load_run({name!r})")
     check_fixed(before, cfg, path.name)
     guard_run(before, path, typed=overrides, trust=trust, allow="trust=True")
     isolate_judge(cfg.reward, {}, console)

@@ -252,7 +252,7 @@ class SavedRun:
         from assay.build.export import Export, export
 
         source = self.model(at)
-        with new_console(quiet=True) as console:
+        with new_console(quiet=True) as console, python_errors():
             return export(Export(source, Path(dest), Path(), dtype, gguf, lora, push, private), console)
 
     def doctor(self) -> Findings:

@@ -41,6 +41,9 @@ NEW_TOKENS = 16  # of each greedy continuation that is compared
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")  # files in a repository that new weights replace
 
 
+DTYPES, GGUF_TYPES, LORA = ("float32", "bfloat16"), ("f16", "q8_0"), ("merge", "keep")  # choices, the usual first
+
+
 @dataclass(frozen=True)
 class Export:
     """What is written, and where; None: the usual choice."""
@@ -86,6 +89,13 @@ def is_file(dest: Path) -> bool:
 
 
 def check_options(options: Export) -> None:
+    for name, value, known in (
+        ("dtype", options.dtype or DTYPES[0], DTYPES),
+        ("gguf", options.gguf or GGUF_TYPES[0], GGUF_TYPES),
+        ("lora", options.lora, LORA),
+    ):
+        if value not in known:
+            raise UserError(f"{name} = {value!r} is unknown: choose {' or '.join(known)}")
     if options.dtype and (is_gguf(options) or options.lora == "keep"):
         raise UserError("--dtype is for Hugging Face folders: remove it, or remove --gguf and --lora keep")
     if options.lora == "keep" and is_gguf(options):
@@ -99,6 +109,8 @@ def check_options(options: Export) -> None:
 
 
 def check_destination(dest: Path) -> None:
+    if dest.name in ("", ".."):
+        raise UserError(f"the model cannot be written to '{dest}' itself: name a new folder, e.g. {dest / 'my-model'}")
     if is_file(dest):
         if dest.exists():
             raise UserError(f"{dest} exists already: choose a new name")
@@ -130,7 +142,7 @@ def export_folder(options: Export, console: Console) -> dict[str, Any]:
 
     from assay.models import save_model
 
-    dtype = options.dtype or "float32"
+    dtype = options.dtype or DTYPES[0]
     model, tokenizer, checkpoint = load_model_of(options, console)
     with writing(options.dest) as folder:
         console.announce(f"writing {options.dest}")
@@ -309,10 +321,15 @@ def run_facts(files: RunFiles, step: int) -> dict[str, Any]:
     """What the card says about the run."""
     config, versions = files.config(), setting(files.document("environment.json"), "versions")
     flat = flattened(config)
-    rows, test = results(files, files.document("summary.json"), step)
+    summary = files.document("summary.json")
+    learned = summary.get("algorithm") != "sft"  # else only fine-tuned on solutions
+    steps = plural(step if learned else int(setting(summary.get("sft"), "steps") or 0), "step")
+    rows, test = results(files, summary, step, f"after {steps}")
+    shown = {key: flat.get(name, "") for key, name in SHOWN.items()}
     return {
-        **{key: flat.get(name, "") for key, name in SHOWN.items()},
-        "steps": plural(step, "step"),
+        **(shown if learned else shown | {"recipe": "sft"}),
+        "by_rewards": learned,
+        "steps": steps,
         "results": rows,
         "test": test,
         "settings": [f"{key} = {toml_value(value)}" for key, value, _ in changed_settings(config)],
@@ -320,14 +337,14 @@ def run_facts(files: RunFiles, step: int) -> dict[str, Any]:
     }
 
 
-def results(files: RunFiles, summary: Mapping[str, Any], step: int) -> tuple[list[dict[str, Any]], str]:
+def results(files: RunFiles, summary: Mapping[str, Any], step: int, name: str) -> tuple[list[dict[str, Any]], str]:
     """Accuracies that belong to the exported step: of the summary, if it is the first or last, else of validation.
 
     Also what is known about their difference.
     """
     rows = []
     before, after, paired = (summary.get(key) or {} for key in ("before", "after", "paired"))
-    split, name = summary.get("split"), f"after {plural(step, 'step')}"
+    split = summary.get("split")
     if before:
         rows.append(cells("before", split, before["accuracy"], before["ci95"], before["n"]))
     is_final = bool(after) and summary.get("steps") == step

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from assay.build.export import Export, export
+from assay.build.export import DTYPES, GGUF_TYPES, LORA, Export, export
 from assay.cli.runs import add_runs_dir
 from assay.runs.console import Console
 from assay.runs.files import print_json
@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SOURCE", help="run:NAME@best (or @last, @STEP), a folder, hub id or GGUF file"
     )
     parser.add_argument("dest", metavar="DEST", type=Path, help="new or empty folder, or a new file NAME.gguf")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of a Hugging Face folder [float32]")
-    parser.add_argument("--gguf", choices=("f16", "q8_0"), help="write GGUF with these weights [f16 for NAME.gguf]")
+    parser.add_argument("--dtype", choices=DTYPES, help="of a Hugging Face folder [float32]")
+    parser.add_argument("--gguf", choices=GGUF_TYPES, help="write GGUF with these weights [f16 for NAME.gguf]")
     text = "adapters of a run with LoRA: merge them into the weights, or keep them as a PEFT folder [merge]"
-    parser.add_argument("--lora", choices=("merge", "keep"), default="merge", help=text)
+    parser.add_argument("--lora", choices=LORA, default=LORA[0], help=text)
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
     parser.add_argument("--json", action="store_true", help="print JSON")

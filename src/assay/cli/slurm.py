@@ -190,8 +190,9 @@ def script(args: argparse.Namespace, cfg: TrainConfig, name: str) -> str:
 
 def write(path: Path, text: str, logs: Path) -> None:
     """Write the script and create the folder of its logs: Slurm does not, and the job would fail without a message."""
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise UserError(f"{path} exists and is a different script: choose another --output, or delete it")
+    with reported(path, "choose another --output"):
+        if path.exists() and path.read_bytes() != text.encode():
+            raise UserError(f"{path} exists and is a different script: choose another --output, or delete it")
     with reported(logs, "choose another runs_dir"):
         logs.mkdir(parents=True, exist_ok=True)
     with reported(path, "choose another --output"):

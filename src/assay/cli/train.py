@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.config import CLUSTER_MEMBER, LoopConfig, TrainConfig
+from assay.config import CLUSTER_MEMBER, TrainConfig
 from assay.config.settings import load_settings
-from assay.runs import Run
 from assay.runs.console import Console, finite, make_console, percent
 from assay.runs.directory import RunFiles, as_name, free_name, setting
 from assay.runs.resolve import (
     check_fixed,
+    describe_finished,
     differences,
     find_run,
-    is_complete,
     resume_command,
     run_argument,
     run_settings,
@@ -122,31 +121,6 @@ def on_cluster(cfg: TrainConfig, path: Path, first: Sequence[str], args: argpars
     again = ["--resume", str(path.resolve()), "--trust"]
     commands = Commands(["train", *(first or again), *settings], ["train", *again, *settings], path.resolve())
     return launch(cfg, commands, console.note)
-
-
-def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
-    """For a run that has no more steps to train: what it has done, and how to extend it. Empty for other runs, and if
-    the last checkpoint is damaged: resuming repeats its steps.
-
-    `before`, `now`: its settings as they were, and as they are with the options of this command.
-    """
-    if not is_complete(path, before, now):
-        return ""
-    name, summary = run_argument(path), Run.open(path).read_summary()
-    steps = int(summary.get("steps", 0))
-    if now.stop_early and "stopped_early" in summary:
-        return (
-            f"run {path.name} is finished ({plural(steps, 'step')}; {summary['stopped_early']}), and there is nothing "
-            f"to resume; to train longer: assay train --resume {name} --train.stop_early 0"
-        )
-    if not (now.steps or now.epochs or now.budget):
-        return f"run {path.name} is finished: to train the model further, start a run with --model run:{name}@last"
-    key = "budget" if now.budget else "epochs" if now.epochs else "steps"
-    planned = getattr(now, key)
-    return (
-        f"run {path.name} is finished ({plural(steps, 'step')}), and there is nothing to resume; "
-        f"to train longer: assay train --resume {name} --train.{key} {planned * 2:g}"
-    )
 
 
 def run_training(training: TrainingRun, console: Console) -> int:

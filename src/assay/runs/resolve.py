@@ -15,7 +15,7 @@ from assay.config import LoopConfig, TrainConfig
 from assay.config.settings import keys, load_settings, toml_value
 from assay.runs import checkpoints
 from assay.runs.directory import Run, access_problem, is_run, list_runs, setting
-from assay.types import UserError, hide_credentials, unknown_name
+from assay.types import UserError, hide_credentials, plural, unknown_name
 
 PREFIX = "run:"
 MODEL = "model"  # in a checkpoint
@@ -198,6 +198,31 @@ def is_complete(path: Path, before: LoopConfig, now: LoopConfig) -> bool:
         return now == before
     done = summary.get("answers" if now.budget else "steps", 0)
     return bool(done >= (now.budget or now.steps))
+
+
+def describe_finished(path: Path, before: LoopConfig, now: LoopConfig) -> str:
+    """For a run that has no more steps to train: what it has done, and how to extend it. Empty for other runs, and if
+    the last checkpoint is damaged: resuming repeats its steps.
+
+    `before`, `now`: its settings as they were, and as they are with the options of this command.
+    """
+    if not is_complete(path, before, now):
+        return ""
+    name, summary = run_argument(path), Run.open(path).read_summary()
+    steps = int(summary.get("steps", 0))
+    if now.stop_early and "stopped_early" in summary:
+        return (
+            f"run {path.name} is finished ({plural(steps, 'step')}; {summary['stopped_early']}), and there is nothing "
+            f"to resume; to train longer: assay train --resume {name} --train.stop_early 0"
+        )
+    if not (now.steps or now.epochs or now.budget):
+        return f"run {path.name} is finished: to train the model further, start a run with --model run:{name}@last"
+    key = "budget" if now.budget else "epochs" if now.epochs else "steps"
+    planned = getattr(now, key)
+    return (
+        f"run {path.name} is finished ({plural(steps, 'step')}), and there is nothing to resume; "
+        f"to train longer: assay train --resume {name} --train.{key} {planned * 2:g}"
+    )
 
 
 def run_settings(run_path: Path) -> TrainConfig:
