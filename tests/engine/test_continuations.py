@@ -6,6 +6,7 @@ Invalid requests and requests with NaN logits fail by name; other requests are n
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -278,6 +279,8 @@ def test_invalid_requests_fail_by_name_and_others_finish() -> None:
     assert str(error) == f"{error.errors[min(error.errors)]} ({len(BAD) - 1} more requests failed)"
     groups, errors = served(engine, mixed)
     assert errors == error.errors
+    sent = pickle.loads(pickle.dumps(error))  # to other ranks
+    assert (str(sent), sent.errors) == (str(error), error.errors)
     assert [groups[places[name]] for name in BAD] == [[]] * len(BAD)
     assert_same_groups(model(), good, [groups[places[request.name]] for request in good], expected)
     assert_same_groups(model(), good, generate(engine, good), expected)

@@ -331,6 +331,9 @@ class RequestError(UserError):
         super().__init__(errors[min(errors)] + more)
         self.errors = errors  # by the request's index
 
+    def __reduce__(self) -> tuple[Any, ...]:  # for other ranks: `args` has the text
+        return type(self), (self.errors,)
+
 
 CountReport = Callable[[int, int], None]  # number of finished samples, number of sampled tokens
 

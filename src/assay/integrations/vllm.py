@@ -156,7 +156,10 @@ class VLLMEngine(PausableEngine):
     def _proof(self, server: Server) -> Any:
         if not self._all_extended():
             return super()._proof(server)
-        return self.field(self.call(server, "POST", "/collective_rpc", {"method": "assay_digests"}), "results", list)
+        answer = self.call(server, "POST", "/collective_rpc", {"method": "assay_digests"})
+        results = self.field(answer, "results", list)
+        # Without digests (several workers, quantized or repacked weights) equal answers would prove nothing.
+        return results if results and all(map(is_digests, results)) else super()._proof(server)
 
     def _served_model(self, server: Server) -> ServedModel:
         listed = self.call(server, "GET", "/v1/models", timeout_s=30)
@@ -203,10 +206,15 @@ class VLLMEngine(PausableEngine):
 
     # -- requests
 
+    def _name(self, server: Server) -> str:
+        """Of the model. Only the main rank has checked servers that came later, which serve what the others serve."""
+        served = self.served.get(server.url) or next(iter(self.served.values()))
+        return served.name
+
     def _body(self, server: Server, job: Job, sample: int, drawn: Sequence[int]) -> dict[str, Any]:
         params = job.request.params
         body: dict[str, Any] = {
-            "model": self.served[server.url].name,
+            "model": self._name(server),
             "prompt": [*job.tokens, *drawn],
             **self._sampling(job, drawn),
             "top_k": params.top_k,
@@ -228,7 +236,7 @@ class VLLMEngine(PausableEngine):
         return SampledPart(ids, logprobs, FINISH.get(reason), interrupted=reason == "abort")
 
     async def _prompt_scores(self, server: Server, ids: list[int]) -> list[float]:
-        body = {"model": self.served[server.url].name, **prompt_body(ids)}
+        body = {"model": self._name(server), **prompt_body(ids)}
         answer = await self.post(server, COMPLETIONS, body, tokens=len(ids))
         with self.reading("no log-probabilities of the prompt"):
             return prompt_scores(answer, ids)

@@ -255,7 +255,13 @@ class WeightSync:
         trainer, rounding = self._trainer_scores()
         if not np.isfinite(trainer).all():
             return {}  # training has diverged, which other checks report
-        scores = self.engine.score_each(self.sequences)  # of the engine, or of each of its servers, by name
+        scores, problem = dict[str, list[list[float]]](), None
+        try:
+            scores = self.engine.score_each(self.sequences)  # of the engine, or of each of its servers, by name
+        except UserError as error:  # raised on all ranks, which go on together
+            problem = error
+        if failed := next(filter(None, self.mesh.all_gather_objects(problem)), None):
+            raise failed
         by_server = {
             name: np.concatenate([np.array(row, dtype=float) for row in rows]) for name, rows in scores.items()
         }

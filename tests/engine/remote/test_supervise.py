@@ -61,6 +61,8 @@ class FakeServer:
             return 200, b"<html>who are you?</html>"
         if self.fault == "fails" and path == "/generate":
             return 500, {"detail": "out of memory"}
+        if self.fault == "not found" and path == "/health":
+            return 404, {"detail": "no such path"}
         if self.fault == "unhealthy":
             return 503, {"detail": "the engine has died"}
         if path == "/weights" and not self.keeps_weights:
@@ -162,6 +164,9 @@ def test_a_server_that_hangs_does_not_hold_up_an_update_or_an_idle_engine() -> N
         assert states(engine) == ["serving", "retired", "serving"] and time.monotonic() - started < 10
         assert engine.info.version == 1 and [fakes[0].version, fakes[2].version] == [1, 1]
     with fleet() as (engine, fakes, _):
+        fakes[0].set("not found")  # an answer that says nothing about its health does not end the questions
+        time.sleep(1.0)
+        assert states(engine)[0] == "serving"
         fakes[0].set("unhealthy")
         until(lambda: states(engine)[0] == "retired")  # by the questions about its health alone
 

@@ -551,10 +551,12 @@ class SupervisedServers(HttpServers):
                 unhealthy[server] = unhealthy.get(server, 0) + 1
                 if unhealthy[server] >= UNHEALTHY:
                     self.retire(server, str(error), gone=True)
+            except ServerError:  # of something in between; requests show whether the server works
+                pass
 
         while True:
             await asyncio.sleep(min(self.health_timeout_s / CHECKS, LONGEST_PAUSE_S))
-            await asyncio.gather(*map(ask, self.serving()))
+            await asyncio.gather(*map(ask, self.servers))  # also those that are joining
 
     def _disconnect(self) -> None:
         if self._watcher is not None:
