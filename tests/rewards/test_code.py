@@ -291,6 +291,8 @@ def test_tests_that_do_not_end_time_out() -> None:
     [
         ("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```", "code-block", True, "x = 2\n"),
         ("```\nx = 1\n```\n```text\noutput\n```", "code-block", True, "x = 1\n"),
+        ("```python\nx = 1\n```\nOutput:\n```\n2\n```", "code-block", True, "x = 1\n"),
+        ("1. Do:\n   ```python\n   if x:\n       y()\n   ```", "code-block", True, "if x:\n    y()\n"),
         ("```python\nx = 1\n", "code-block", True, None),
         ("```python\nx = 1\n", "code-block", False, "x = 1\n"),
         ("x = 1", "code-block", True, None),

@@ -303,6 +303,13 @@ def test_known_columns_need_no_map(tmp_path, asked, answered):
     assert len(prompt.messages) == (2 if asked == "messages" else 1)
 
 
+def test_columns_that_are_not_read_and_rows_without_an_id_keep_their_own(tmp_path):
+    rows = [{"id": None, "question": f"{n}?", "answer": n, "problem": "P", "gold": "G"} for n in (1, 2)]
+    prompts = make_task("jsonl", write(tmp_path / "a.jsonl", rows)).prompts("all")
+    assert [prompt.fields for prompt in prompts] == [{"problem": "P", "gold": "G"}] * 2
+    assert len({prompt.id for prompt in prompts}) == 2 and "None" not in {prompt.id for prompt in prompts}
+
+
 def test_invalid_jsonl_arguments_are_user_errors(tmp_path):
     data = write(tmp_path / "a.jsonl", RAW)
     (tmp_path / "my_file.py").write_text("def broken(row):\n    return row['nope']\ndef seven(row):\n    return 7\n")

@@ -24,6 +24,16 @@ GOOD = [
     "{% for x in undefined_name %}x{% else %}none{% endfor %}{{ 'a' in 'abc' }}{{ messages[::-1][0].content }}",
     "{{ dict(a=1).a }}{{ range(3) | list }}{{ [1, 2] + [3] }}{% set x %}block{% endset %}{{ x | length }}",
 ]
+
+
+def test_prompts_do_not_depend_on_the_day() -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.hf.chat_template = "Today Date: {{ strftime_now('%d %b %Y') }}"
+    assert tokenizer.hf.get_chat_template() and (
+        chat_template.ChatTemplate(tokenizer.hf.chat_template).render(MESSAGES, {}) == "Today Date: 26 Jul 2024"
+    )
+
+
 BAD = {
     "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
     "long range": "{% for a in range(10 ** 9) %}{% endfor %}",

@@ -365,6 +365,26 @@ def test_missing_end_token_of_a_reply_is_added_as_context(form: str) -> None:
     assert renderer.next_turn_ids(GUESS, [*tokens.encode("7"), *other], answer) == [end, *ended]
 
 
+@pytest.mark.parametrize(
+    ("user", "assistant", "start", "following"),
+    [
+        ("[INST] {} [/INST]", " {} <eos>", "", "[INST] more [/INST]"),  # a space before the end
+        ("<eos>q: {}", "{}", "a: ", "q: morea: "),  # the end begins the next turn
+    ],
+)
+def test_the_end_of_a_reply_is_not_repeated(user: str, assistant: str, start: str, following: str) -> None:
+    tokens, ids = char_tokenizer(), [Message(role="user", content="more")]
+    written = {"<eos>": "' + eos_token + '", "{}": "' + m['content'] + '"}
+    for mark, code in written.items():
+        user, assistant = user.replace(mark, code), assistant.replace(mark, code)
+    template = "{% for m in messages %}{{ '" + user + "' if m['role'] == 'user' else '" + assistant + "' }}{% endfor %}"
+    renderer = Renderer(
+        tokens, style="chat", template=template + "{% if add_generation_prompt %}" + start + "{% endif %}"
+    )
+    context = renderer.next_turn_ids(GUESS, [*tokens.encode("hi"), tokens.hf.eos_token_id], ids)
+    assert tokens.decode(context, skip_special=False) == following
+
+
 def test_sampled_tokens_are_never_retokenized() -> None:
     """A policy may spell a word in tokens that no tokenizer would choose; only what follows it is tokenised."""
     from tokenizers import Tokenizer as Backend

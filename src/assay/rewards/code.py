@@ -26,7 +26,7 @@ from assay.types import Status, UserError, Verdict
 
 CODE_FORMS = ("code-block", "answer-tag", "continuation")
 MAX_PROGRAM_CHARS = 100_000
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
+_FENCE = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")
 _UNINDENTED = re.compile(r"^\S", re.MULTILINE)
 
@@ -138,18 +138,26 @@ def _program(text: str, form: str) -> Extraction:
 
 
 def _last_block(text: str) -> tuple[str, bool] | None:
-    """Return the content of the last Python code block, and whether it is closed."""
-    last, start = None, None
+    """Return the last block that is marked as Python, or else the last that is not marked, and whether it is closed.
+
+    What follows a program without a mark is often its output.
+    """
+    blocks: list[tuple[re.Match[str], str, bool]] = []  # opening fence, content, whether it is closed
+    start: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
         if start is None:
-            start = fence.end(), fence.group(1).lower()
+            start = fence
             continue
-        if start[1] in _PYTHON:
-            last = text[start[0] : fence.start()], True
+        blocks.append((start, text[start.end() : fence.start()], True))
         start = None
-    if start is not None and start[1] in _PYTHON:
-        last = text[start[0] :], False
-    return None if last is None else (last[0].removeprefix("\n"), last[1])
+    if start is not None:
+        blocks.append((start, text[start.end() :], False))
+    blocks = [block for block in blocks if block[0][2].lower() in _PYTHON]
+    chosen = [block for block in blocks if block[0][2]] or blocks
+    if not chosen:
+        return None
+    fence, content, closed = chosen[-1]
+    return re.sub(f"^{fence[1]}", "", content.removeprefix("\n"), flags=re.MULTILINE), closed
 
 
 def _continuation(text: str) -> str:

@@ -305,9 +305,14 @@ class Jsonl(RowTask):
         is_text = isinstance(question, str)
         messages = user_message(question, self.instruction) if is_text else read_messages(question, row.where)
         solution = self._solution(row)
-        used = {"id", self.solution_column, *self.question_columns, *self.answer_columns} - {"target"}
+        read = [
+            next((name for name in names if column_of(row.values, name) is not None), "")
+            for names in (self.question_columns, self.answer_columns)
+        ]
+        used = {"id", "question", "messages", self.solution_column, *read} - {"target"}
+        named = mapped.get("id")
         return Prompt(
-            id=str(mapped.get("id", f"{self.name}/{split}/{row.key}")),
+            id=f"{self.name}/{split}/{row.key}" if named is None else str(named),
             messages=messages,
             answer=self._answer(row),
             solution=None if solution is None else str(solution),

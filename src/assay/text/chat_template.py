@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from functools import wraps
 from types import GeneratorType
 from typing import Any
@@ -26,6 +27,7 @@ CALL_UNITS = 10  # work units per call
 MAX_CHARACTERS = 5_000_000  # of any intermediate text: far more than fits into a context
 CHARACTERS_PER_UNIT = 1_000  # characters of text arguments that count as one work unit
 MAX_INT_BITS = 1_000
+DATE = datetime(2024, 7, 26)  # today, for templates that ask (Llama 3.2, SmolLM3): prompts must not change by the day
 LOOP, JOIN = "assay_loop", "assay_join"  # filters inserted around the iterables of loops and instead of `~`
 WIDE_FORMAT = re.compile(r"\{[^}]*\d{6}")  # in str.format
 WIDE_PERCENT = re.compile(r"%[^A-Za-z%]*(?:\*|\d{6})")
@@ -173,6 +175,7 @@ def limited_environment() -> LimitedEnvironment:
     limited.__dict__.update(_compile_jinja_template("").environment.overlay().__dict__)
     limited.work = 0
     limited.globals = {name: value for name, value in limited.globals.items() if name != "lipsum"}  # unbounded text
+    limited.globals["strftime_now"] = DATE.strftime
     limited.extensions = {key: extension.bind(limited) for key, extension in limited.extensions.items()}
     limited.filters = {name: limited_filter(limited, name, function) for name, function in limited.filters.items()}
     limited.filters[LOOP] = lambda items: Counted(limited, items)

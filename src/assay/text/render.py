@@ -330,8 +330,12 @@ class Renderer:
                 "the chat template drops earlier replies, so episodes cannot continue in it: use another one"
             )
         ids = self.tokenizer.encode(after)
-        ended = bool(reply_ids) and bool(ids) and reply_ids[-1] == ids[0] == self._end_id
-        return ids[1:] if ended else ids
+        last = reply_ids[-1] if reply_ids else None
+        if last in self.stop_token_ids and last in ids:  # what the reply ends with, perhaps after a space
+            place = ids.index(last)
+            if not self.tokenizer.decode(ids[:place], skip_special=False).strip():
+                return ids[place + 1 :]
+        return ids
 
     def inline_ids(self, text: str) -> list[int]:
         """Text that is put into a reply while it is written, such as a tool's result."""
