@@ -235,6 +235,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"reward": NoVerdict()}, r"a judge, which takes .* must return a Verdict, not 0\.5"),
     ({"reward": lambda completion: 1.0}, r"^lambda takes \(completion\)"),
     ({"data": None, "env": 3}, "^int must be an Env class"),
+    ({"config": "my.toml", "resume": "sort"}, "a resumed run has its own settings: leave out the config"),
+    ({"data": {"train": ROWS[:2]}, "eval_data": 0.4}, "data has too few rows"),  # held out, as of a list
 ]
 
 

@@ -132,6 +132,13 @@ def test_shipped_settings_have_an_effect() -> None:
         ({"algo__recipe": "simple", "algo__dual_clip": 3.0}, "algo.policy_loss is not", {"algo__recipe": "grpo"}),
         ({"critic__gae_lambda": 0.9}, "algo.critic is off", {"algo__recipe": "ppo"}),
         ({"env__max_tokens": 5}, "no environment is set", {"env__name": "guess"}),
+        ({"lora__alpha": 16.0}, "all weights are trained", {"lora__rank": 4}),
+        ({"judge__rubric": "polite?"}, "no model judges answers", {"reward__function": "judge"}),
+        ({"vllm__servers": 4}, "engine.name is not 'vllm'", {"engine__name": "vllm"}),
+        ({"source__max_staleness": 3}, "source.name is not 'async'", {"source__name": "async"}),
+        ({"optim__momentum": 0.5}, "optim.name is not 'muon'", {"optim__name": "muon"}),
+        ({"optim__min_lr_ratio": 0.5}, "optim.schedule is 'constant'", {"optim__schedule": "linear"}),
+        ({"reward__target_length": 10}, "reward.length is 0", {"reward__length": 0.1}),
         ({"algo__step_credit": True}, "no environment is set", {"env__name": "guess"}),
         (
             {"algo__critic": True, "algo__advantage": "none"},

@@ -300,6 +300,8 @@ def task_settings(
     if isinstance(eval_data, int):
         raise UserError(f"eval_data must be rows, a path, or a share of data such as 0.1, not {eval_data}")
     splits, share = _splits(data), eval_data if isinstance(eval_data, float) else None
+    if set(splits) == {"train"} and (share is not None or eval_data is None):
+        splits = {"all": splits["train"]}  # some of them are held out, as of a list
     if eval_data is not None and share is None:
         if len(splits) > 1:
             raise UserError("data has several splits already: leave out eval_data")

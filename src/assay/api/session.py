@@ -371,6 +371,8 @@ def open_training(
     overrides |= rows | (lora_settings(peft_config) if peft_config is not None else {})
     if reward is not None and "reward" not in sections:
         overrides |= reward_settings(reward)
+    if resume is not None and config is not None:
+        raise UserError("a resumed run has its own settings: leave out the config, and change settings as arguments")
     console = new_console(quiet)
     held = ExitStack()
     with console_warnings(console):
@@ -431,6 +433,8 @@ def resumed(
     from assay.build.run import reopened
 
     path = find_run(name, runs_dir)
+    if overrides.get("name") not in (None, path.resolve().name):
+        raise UserError(f"a run that is resumed keeps its name: leave out name, or rename the folder {path}")
     before = run_settings(path)
     cfg = settings_of(TrainConfig, path / "config.toml", overrides)
     check_objects(before, cfg, path.name)

@@ -195,7 +195,8 @@ def run_facts(cfg: TrainConfig, algo: Algorithm) -> RunFacts:
 
 
 def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple[str, Sequence[str]]]:
-    """Settings of a cluster or an environment without one; reward settings, for an environment that computes them."""
+    """Settings of parts that the run does not have; reward settings, for an environment that computes them."""
+    yield from _unused_sections(cfg)
     if cfg.cluster.kind == "none":
         yield "set cluster.kind = 'ray'", [f"cluster.{key}" for key in changed_keys(cfg.cluster)]
     if not cfg.env.name:
@@ -206,6 +207,31 @@ def _unused_with_problems(cfg: TrainConfig, task: Task | None) -> Iterator[tuple
             f"all rewards come from {task.name} (an environment whose answers are judged sets judged = True)",
             [f"reward.{name}" for name in RewardConfig.model_fields if name not in of_pool],
         )
+
+
+def _unused_sections(cfg: TrainConfig) -> Iterator[tuple[str, Sequence[str]]]:
+    def all_but(section: str, *used: str) -> list[str]:
+        return [f"{section}.{name}" for name in type(getattr(cfg, section)).model_fields if name not in used]
+
+    if not cfg.lora.rank:
+        yield "all weights are trained (lora.rank = 0)", all_but("lora", "rank", "quantize")
+    if "judge" not in (cfg.reward.function, *cfg.reward.functions):
+        yield "no model judges answers (reward.function = 'judge')", all_but("judge")
+    for engine, section in SERVER_SECTIONS.items():
+        if cfg.engine.name != engine:
+            yield f"engine.name is not '{engine}'", all_but(section)
+    if cfg.source.name != "async":
+        yield "source.name is not 'async'", all_but("source", "name")
+    if cfg.optim.precision == "float32":
+        yield "optim.precision is 'float32'", ["optim.offload"]
+    if cfg.optim.name != "muon":
+        yield "optim.name is not 'muon'", ["optim.momentum"]
+    if cfg.optim.schedule == "constant":
+        yield "optim.schedule is 'constant'", ["optim.min_lr_ratio"]
+    if not cfg.reward.length:
+        yield "reward.length is 0", ["reward.target_length"]
+    if not cfg.reward.format:
+        yield "reward.format is 0", ["reward.format_pattern"]
 
 
 def check_judge(judge: Judging, prompt: Prompt, warn: Callable[[str], None] | None = None) -> Verdict:

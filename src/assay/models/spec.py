@@ -241,7 +241,9 @@ def with_defaults(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         return vars(AutoConfig.for_model(name, **copy.deepcopy(given) | tokens))
     except Exception as error:  # values of wrong types make it fail in any way
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"config.json of this {name} model is not valid ({reason}): correct it, or fetch the model again") from error
+        raise UserError(
+            f"config.json of this {name} model is not valid ({reason}): correct it, or fetch the model again"
+        ) from error
 
 
 def read_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any] | None:

@@ -117,6 +117,7 @@ class WarmStart:
         `step`: completed steps of a resumed warm start.
         """
         optim = OptimConfig(name=cfg.optimizer, lr=cfg.lr, matrix_lr=cfg.matrix_lr, weight_decay=cfg.weight_decay)
+        optim.offload = getattr(updater.optimizer, "offload", False)  # moments are where those of RL are
         self.optimizer = make_optimizer(updater.policy, optim, section="sft")
         self.cfg, self.renderer, self.step, self.max_skipped = cfg, renderer, step, max_skipped
         self.updater = replace(updater, optimizer=self.optimizer, temperature=1.0, expects_more=False)
