@@ -133,3 +133,12 @@ def test_kernels_for_few_rows_are_counted_where_they_run() -> None:
     assert {key for key, count in rows.items() if count} == {("1.5b", gpu) for gpu in ("h200", "h100", "b200")}
     decoding = plan.decoding(SHAPES["1.5b"](), H200)
     assert decoding.at(16, 0) < decoding.at(17, 0) - decoding.saved / 2 and plan.few_rows_of(SEVEN, H200, tp=2) == 0
+
+
+def test_gpus_that_do_both_hold_the_moments_beside_the_cache() -> None:
+    (alone,) = layouts(SEVEN, WORK, Cluster())
+    held = (STATES[alone.learner.precision] - 2.0) * SEVEN.parameters / GIB
+    assert alone.engine.weights + alone.engine.cache + held <= H200.memory
+    assert alone.engine.weights + alone.learner.peak <= H200.memory  # its cache is asleep
+    separate = fit_engine(SEVEN, WORK, H200, 8)
+    assert separate is not None and separate.cache - alone.engine.cache == pytest.approx(held)

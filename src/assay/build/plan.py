@@ -17,7 +17,7 @@ from assay.build.models import activation_bytes
 from assay.build.simulate import Decoding, Pipeline, SimulatedRun, simulate
 from assay.engine.native.kernels.few_rows import MAX_LAYER_BYTES, MAX_ROWS
 from assay.models.spec import ModelSpec
-from assay.types import UserError, unknown_name
+from assay.types import UserError, plural, unknown_name
 
 GIB = 2**30
 
@@ -186,14 +186,17 @@ class EngineFit:
     rows: int  # sequences that fit into the KV cache
 
 
-def fit_engine(spec: ModelSpec, work: StepWork, gpu: Gpu, per_node: int) -> EngineFit | None:
-    """On as few GPUs as hold the weights and sequences of full length. None if no number does."""
+def fit_engine(spec: ModelSpec, work: StepWork, gpu: Gpu, per_node: int, beside: float = 0.0) -> EngineFit | None:
+    """On as few GPUs as hold the weights and sequences of full length. None if no number does.
+
+    `beside`: GiB per GPU of a learner, whose weights and moments stay there.
+    """
     per_token = kv_bytes(spec, torch.bfloat16)
     for tp in TENSOR_PARALLEL:
         if tp > per_node or spec.kv_heads % tp:
             continue
         weights = 2 * spec.parameters / tp
-        cache = (MEMORY_SHARE * gpu.memory - OTHER_GIB) * GIB - weights
+        cache = (MEMORY_SHARE * gpu.memory - OTHER_GIB - beside) * GIB - weights
         tokens = cache * tp / per_token
         if tokens >= 2 * work.longest:
             # Long answers run longer: the running ones are on average about as long as all of them are at their end.
@@ -219,6 +222,7 @@ class LearnerFit:
 
 # Bytes per parameter: weights with gradients and moments. The last two are for one process.
 STATES = {"float32": 16.0, "8bit": 8.1, "bfloat16": 6.1}
+GRADIENTS = {"float32": 4.0, "8bit": 2.0, "bfloat16": 2.0}  # of it, which are freed after an update
 
 
 def fit_learner(spec: ModelSpec, work: StepWork, cluster: Cluster, gpus: int, beside: float = 0.0) -> LearnerFit | None:
@@ -280,6 +284,11 @@ def layout(spec: ModelSpec, work: StepWork, cluster: Cluster, learner_gpus: int,
     learner = fit_learner(spec, work, cluster, learner_gpus, 0.0 if staleness else engine.weights)
     if learner is None:
         return None
+    if not staleness:
+        resident = (STATES[learner.precision] - GRADIENTS[learner.precision]) * spec.parameters / learner_gpus / GIB
+        engine = fit_engine(spec, work, cluster.peaks, cluster.per_node, resident)
+        if engine is None or engine_gpus < engine.tp:
+            return None
     gpu = cluster.peaks
     pipeline = Pipeline(
         engines=engine_gpus // engine.tp,
@@ -334,7 +343,13 @@ def layouts(spec: ModelSpec, work: StepWork, cluster: Cluster, staleness: int = 
                 if middle not in tried:
                     tried[middle] = layout(spec, work, cluster, middle, staleness)
         found += tried.values()
-    return sorted((made for made in found if made), key=lambda made: made.result.step)
+    complete = [made for made in found if made]
+    if not complete:
+        raise UserError(
+            f"{plural(cluster.gpus, 'GPU')} hold an engine or a learner, but not both with answers of {work.longest} "
+            "tokens: plan for more GPUs, or shorter answers"
+        )
+    return sorted(complete, key=lambda made: made.result.step)
 
 
 def check_work(spec: ModelSpec, work: StepWork, cluster: Cluster) -> None:

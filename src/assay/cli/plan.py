@@ -129,7 +129,10 @@ def report(
     yield f"learner: {learner.peak:.1f} GiB per GPU ({parts})"
     settings = {"optim.precision": learner.precision, "train.token_budget": learner.budget}
     settings |= {"train.activation_checkpointing": "true"} if learner.recompute else {}
-    settings |= {} if best.colocated else {"source": "async", "source.max_staleness": best.pipeline.staleness}
+    if best.colocated:
+        settings |= {"engine.sleep_while_training": "true", "engine.kv_cache_gib": int(engine.cache)}
+    else:
+        settings |= {"source": "async", "source.max_staleness": best.pipeline.staleness}
     yield "settings: " + " ".join(f"--{key} {value}" for key, value in settings.items())
     if cluster.gpus > 1:
         yield (
