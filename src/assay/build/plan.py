@@ -45,7 +45,7 @@ MEASURED_ON = "h200"
 
 # Factors by which the seconds of the H200 exceed what its peaks allow. `bench/fit_cost.py` prints them.
 DECODE_LAYER_S = 31.1e-6  # per position and layer, whatever runs: latency of kernels
-FEW_ROWS_S = 14.2e-6  # of it, what the kernels for few rows save: measured with and without them
+FEW_ROWS_S = 14.2e-6  # of it, what the kernels for few rows save: one sequence before and after they existed
 DECODE_MATMUL = 1.501
 DECODE_CACHE = 1.052
 DECODE_ROW = 0.4267
