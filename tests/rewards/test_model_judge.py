@@ -191,6 +191,7 @@ def test_requests_are_concurrent_and_verdicts_in_order() -> None:
         (verdicts,) = judge.judge_groups([(texts, "", {})], lambda *counts: reports.append(counts))
         assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.5, 0.25]
         assert server.most_running == 4 and reports == [(n, 4) for n in range(1, 5)]
+        assert not (judge._asked or judge._waiting or judge._verdicts)  # nothing is kept of requests that have ended
 
 
 def test_an_interruption_ends_all_requests_without_a_message(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +214,7 @@ def test_an_interruption_ends_all_requests_without_a_message(caplog: pytest.LogC
         go.set()
         judge.close()
         gc.collect()
-        assert len(server.requests) < 10 and not judge._asked and not judge._verdicts
+        assert len(server.requests) < 10 and not (judge._asked or judge._waiting or judge._verdicts)
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 

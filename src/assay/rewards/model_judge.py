@@ -88,7 +88,7 @@ class ConcurrentJudge(JudgeModel):
         self.loop = LoopThread() if endpoint is None else endpoint.loop
         self.cached = 0  # replies that were read from the cache
         self._asked: dict[str, asyncio.Task[dict[str, Any]]] = {}  # requests under way, which equal ones share
-        self._waiting: Counter[str] = Counter()  # verdicts that wait for each of them
+        self._waiting: Counter[asyncio.Task[dict[str, Any]]] = Counter()  # verdicts that wait for each of them
         self._verdicts: set[asyncio.Task[Verdict]] = set()
 
     def close(self) -> None:
@@ -166,18 +166,19 @@ class ConcurrentJudge(JudgeModel):
         if task is None:
             task = self._asked[key] = asyncio.ensure_future(self._stored(request, send()))
             task.add_done_callback(partial(self._forget, key))
-        self._waiting[key] += 1
+        self._waiting[task] += 1
         try:
             return await asyncio.shield(task)
         finally:
-            self._waiting[key] -= 1
-            if not self._waiting[key]:  # if all that waited were cancelled, the request is
+            self._waiting[task] -= 1
+            if not self._waiting[task]:  # if all that waited were cancelled, the request is
+                del self._waiting[task]
                 self._forget(key, task)
                 task.cancel()
 
     def _forget(self, key: str, task: asyncio.Task[dict[str, Any]]) -> None:
         if self._asked.get(key) is task:
-            del self._asked[key], self._waiting[key]
+            del self._asked[key]
 
     async def _stored(self, request: Mapping[str, Any], sent: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         reply = await sent
